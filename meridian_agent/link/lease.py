@@ -50,7 +50,7 @@ class Lease:
         self.revision = 0
         # The newest settings that have been put in force, with their markers.
         self.held: tuple[agent_pb2.Settings, Any] | None = None
-        self.report_interval_steps = 1
+        self.report_interval_steps, self.report_interval_ms = 1, 0
         # Settings.merge_loops and Settings.merge_unmeasured.
         self.merge_loops = self.merge_unmeasured = False
         self.lease_s = 30.0
@@ -154,6 +154,7 @@ class Lease:
         self.revision = settings.revision
         self.lease_s = settings.lease_ms / 1000
         self.report_interval_steps = max(1, settings.report_interval_steps)
+        self.report_interval_ms = settings.report_interval_ms
         self.merge_loops, self.merge_unmeasured = settings.merge_loops, settings.merge_unmeasured
         own = ((settings.scheduler_lease_ms, ORDER | CAPS), (settings.entropy_lease_ms, RULES))
         sections = [(ms / 1000, parts) for ms, parts in (*own, (settings.kv_memory_lease_ms, MEMORY)) if ms]

@@ -34,6 +34,8 @@ MERGE_RECORDS = 256
 # Number of rows for which the steps wait that nobody acts on. A report of more would be made in one go, in which the
 # engine's thread waits for the interpreter's lock.
 MERGE_ROWS = 2048
+# Largest number of steps that wait because they are fast, so that a decision comes no more tokens late.
+FAST_STEPS = 24
 # Seconds between two reports, so that faster steps share a report; and seconds after which the sender of an idle engine
 # looks at the ring again.
 REST_S, IDLE_WAIT_S = 0.002, 1.0
@@ -93,8 +95,8 @@ class Outbox:
         # Step and time of queueing of the reports on this stream that no answer has named, oldest first. Added on
         # gRPC's thread, taken on the link's.
         self._unanswered: deque[tuple[int, float]] = deque()
-        # Rows of the last step of the newest report.
-        self._rows = 0
+        # Rows of the last step of the newest report, and the step's milliseconds.
+        self._rows, self._step_ms = 0, math.inf
         # Time at which the newest record of a step that computed nothing was sent, and its values for the engine.
         self._sent_s, self._said = -math.inf, tuple[Any, ...]()
 
@@ -131,7 +133,8 @@ class Outbox:
             self._begin(record, snapshot)
         record.urgent = record.urgent or lease.idle
         lease.asks(now)
-        self.ring.lay(record, record.presses)
+        # Decisions about a request's first tokens follow from the record in which it begins.
+        self.ring.lay(record, record.presses, due=bool(record.opened))
 
     def send_text(self, step: TextStep) -> bool:
         """Queue a step of text, which waits for others. Return False if only `send` can queue it, as a record. Never
@@ -256,7 +259,7 @@ class Outbox:
                     ring.rest(rests_s)
                 batch, held = self._gather(ring, item, search)
                 self._outcomes_out += sum(len(record.outcomes) for record in batch)
-                ring.took(sum(record.presses for record in batch))
+                ring.took(sum(record.presses for record in batch), sum(bool(record.opened) for record in batch))
                 for report in self._reports(batch):
                     yield agent_pb2.ConnectRequest(step=report)
                 reported_s = self._lease.clock()
@@ -271,7 +274,7 @@ class Outbox:
     def _reports(self, batch: list[Record]) -> Iterable[agent_pb2.StepReport]:
         """Return the one report of these records; several if there is one record, which is too large for one."""
         last = batch[-1]
-        self._rows = len(last.slots)
+        self._rows, self._step_ms = len(last.slots), last.step_time_ms or math.inf
         if isinstance(last, TextRecord):
             batch[-1] = last = StepRecord(*last)
         last.counters, last.gauges = self.counters(), last.gauges or self.gauges()
@@ -302,16 +305,16 @@ class Outbox:
         time."""
         lease = self._lease
         wait_s = min(IDLE_WAIT_S if lease.idle else lease.merge_s, self.heartbeat_s or IDLE_WAIT_S)
-        return _record(ring.get(wait_s, self._wanted()), search)
+        return _record(ring.get(wait_s, *self._wanted()), search)
 
-    def _wanted(self) -> int:
-        """Return the number of records for which a report waits: more than the report interval while nothing is
-        measured and nobody acts on the report."""
+    def _wanted(self) -> tuple[int, int]:
+        """Return the number of records for which a report waits: the report interval, or more while steps are fast. And
+        the number while no request begins, which is larger while nothing is measured and nobody acts on the report."""
         lease = self._lease
-        steps = lease.report_interval_steps
+        steps = max(lease.report_interval_steps, min(FAST_STEPS, int(lease.report_interval_ms / self._step_ms)))
         if self.measures or not (lease.merge_unmeasured or lease.frozen()):
-            return steps
-        return max(steps, min(MERGE_RECORDS, MERGE_ROWS // max(1, self._rows)))
+            return steps, steps
+        return steps, max(steps, min(MERGE_RECORDS, MERGE_ROWS // max(1, self._rows)))
 
     def _gather(self, ring: RecordRing, first: Record, search: LoopSearch) -> tuple[list[Record], Any]:
         """Return the records to merge into one report, and the first item that does not fit; None if all that waits

@@ -22,14 +22,18 @@ class RecordQueue(Generic[T]):
     def __init__(self) -> None:
         self._items: deque[T] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # Number of items at which to wake the reader; 0 while the reader is awake or rests.
-        self._wanted = 0
-        # Numbers of urgent items added and taken out; each number is written by one thread only.
+        # Number of items at which to wake the reader, 0 while it is awake or rests; and the number while no item is
+        # due.
+        self._wanted = self._patient = 0
+        # Numbers of urgent and of due items added and taken out; each number is written by one thread only.
         self._laid_pressing = self._taken_pressing = 0
+        self._laid_due = self._taken_due = 0
 
-    def lay(self, item: T, presses: bool = False) -> None:
-        """Add an item without waking the reader. presses: the item is urgent and does not wait for others."""
+    def lay(self, item: T, presses: bool = False, due: bool = False) -> None:
+        """Add an item without waking the reader. presses: the item is urgent and does not wait for others. due: the
+        item waits for few others even if the reader is patient."""
         self._laid_pressing += presses
+        self._laid_due += due
         self._items.append(item)
 
     @property
@@ -37,9 +41,10 @@ class RecordQueue(Generic[T]):
         """Whether an urgent item waits."""
         return self._laid_pressing != self._taken_pressing
 
-    def took(self, pressing: int) -> None:
-        """Note that this many of the items that the reader took out were urgent."""
+    def took(self, pressing: int, due: int = 0) -> None:
+        """Note that so many of the items that the reader took out were urgent, and so many due."""
         self._taken_pressing += pressing
+        self._taken_due += due
 
     def put(self, item: T) -> None:
         """Add an item and wake the reader at once."""
@@ -49,10 +54,14 @@ class RecordQueue(Generic[T]):
 
     def wake(self) -> None:
         """Wake the reader if enough items for it are there, or an urgent one. Never waits."""
-        wanted = self._wanted
-        if wanted and (len(self._items) >= wanted or self._laid_pressing != self._taken_pressing):
+        if self._wanted and self._is_enough():
             self._wanted = 0
             self._bell.put(None)
+
+    def _is_enough(self) -> bool:
+        if self._laid_pressing != self._taken_pressing:
+            return True
+        return len(self._items) >= (self._patient if self._laid_due == self._taken_due else self._wanted)
 
     def qsize(self) -> int:
         return len(self._items)
@@ -64,11 +73,13 @@ class RecordQueue(Generic[T]):
         except IndexError:
             raise queue.Empty from None
 
-    def get(self, timeout: float, wanted: int = 1) -> T:
+    def get(self, timeout: float, wanted: int = 1, patient: int = 0) -> T:
         """Take out the oldest item, once `wanted` items or an urgent one are there or `timeout` seconds have passed.
-        Raises queue.Empty if none is there."""
+        Raises queue.Empty if none is there. patient: number of items, if that is more, for which the reader waits while
+        none is due."""
+        self._patient = max(wanted, patient)
         self._wanted = wanted
-        if len(self._items) < wanted and not (self._items and self.presses):
+        if not (self._items and self._is_enough()):
             self._sleep(timeout)
         self._wanted = 0
         return self.get_nowait()

@@ -353,9 +353,10 @@ class TelemetryPolicy(Section):
         ge=0,
         le=1000,
         description="Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means "
-        "24 steps; up to 256 within half a second while no measured request thinks; 8 if a rule in force, a budget, "
-        "pressure or an extension may end thinking or change a cap; 1 if the strategy is deadline, if a rule reads "
-        "ranks at sentence ends, or if probes without a hold may be less than 8 tokens apart.",
+        "24 steps; up to 256 within half a second while no measured request thinks; 8, or up to 24 within 40 ms, if a "
+        "rule in force, a budget, pressure or an extension may end thinking or change a cap; 1 if the strategy is "
+        "deadline, if a rule reads ranks at sentence ends, or if probes without a hold may be less than 8 tokens "
+        "apart.",
         advice="Leave it at 0; raise it if the control plane has too little processor time.",
     )
     decision_log_sample_ratio: float = field(

@@ -41,7 +41,7 @@ def watch() -> None:
     decisions received; call it before an engine is made."""
     lay, receive = RecordQueue.lay, ControlStream._receive
 
-    def laid(ring: Any, item: Any, presses: bool = False) -> None:
+    def laid(ring: Any, item: Any, presses: bool = False, due: bool = False) -> None:
         if isinstance(item, STEPS):
             steps: deque[tuple[int, int]] = ring.__dict__.setdefault("steps", deque())
             step, outcomes = (item[0], 0) if isinstance(item, tuple) else (item.step, len(item.outcomes))
@@ -50,7 +50,7 @@ def watch() -> None:
             # Only the steps that wait and the newest one that was taken are asked for.
             while len(steps) > ring.qsize() + 2:
                 steps.popleft()
-        lay(ring, item, presses)
+        lay(ring, item, presses, due)
 
     def received(link: ControlStream, response: agent_pb2.ConnectResponse) -> None:
         ring: Any = link.outbox.ring
@@ -101,7 +101,7 @@ class Settled:
     def _answered(self, link: ControlStream, stub: Any) -> bool:
         ring: Any = link.outbox.ring
         waiting = _waiting(ring)
-        if waiting and (ring.presses or ring.qsize() >= ring._wanted):
+        if waiting and (not ring._wanted or ring._is_enough()):
             # The link's sender is about to take the records.
             return False
         steps: deque[tuple[int, int]] = getattr(ring, "steps", deque())

@@ -128,12 +128,12 @@ def test_reports_are_rare_until_a_measured_request_thinks(llm: Any, agent: Any, 
     run = Run(llm)
     run.add("r", opened(), endless(agent, max_tokens=200))
     run.until(lambda: len(run.tokens["r"]) > 5)
-    assert outbox._wanted() > USUAL_INTERVAL_STEPS
+    assert max(outbox._wanted()) > USUAL_INTERVAL_STEPS
     with records(agent) as seen:
         control.set_policy({"telemetry": {"shadow_sample_ratio": 1.0}})
         run.until(lambda: outbox.measures)
     assert [record.urgent for record, *_ in seen] == [False] * (len(seen) - 1) + [True]
-    assert outbox._wanted() == USUAL_INTERVAL_STEPS
+    assert outbox._wanted() == (USUAL_INTERVAL_STEPS, USUAL_INTERVAL_STEPS)
     run.until()
 
 

@@ -1743,9 +1743,9 @@ class TelemetryPolicy(_message.Message):
     SHADOW_SAMPLE_RATIO_FIELD_NUMBER: _builtins.int
     report_interval_steps: _builtins.int
     """Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means 24 steps; up to
-    256 within half a second while no measured request thinks; 8 if a rule in force, a budget, pressure or an extension
-    may end thinking or change a cap; 1 if the strategy is deadline, if a rule reads ranks at sentence ends, or if
-    probes without a hold may be less than 8 tokens apart.
+    256 within half a second while no measured request thinks; 8, or up to 24 within 40 ms, if a rule in force, a
+    budget, pressure or an extension may end thinking or change a cap; 1 if the strategy is deadline, if a rule reads
+    ranks at sentence ends, or if probes without a hold may be less than 8 tokens apart.
     """
     decision_log_sample_ratio: _builtins.float
     """Share of requests, a fraction, whose life the decision log keeps; a hash of the id chooses them."""

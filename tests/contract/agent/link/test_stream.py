@@ -215,13 +215,25 @@ def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s:
 def test_steps_of_which_nothing_is_measured_wait_for_more(
     merges: bool, measures: bool, frozen: bool, rows: int, steps: int
 ) -> None:
-    """Nobody acts on their report, so it is as large as the engine's threads can make it without a pause."""
+    """Nobody acts on their report, unless a request begins in it."""
     link = LinkedEngine(["nobody"]).link
     settings = agent_pb2.Settings(lease_ms=30_000, report_interval_steps=24, merge_unmeasured=merges)
     link.lease.hold(settings, None)
     link.lease.freeze_for(3600.0 if frozen else 0.0)
     link.outbox.measures, link.outbox._rows = measures, rows
-    assert link.outbox._wanted() == steps
+    assert link.outbox._wanted() == (24, steps)
+
+
+@pytest.mark.parametrize(
+    ("interval_ms", "step_ms", "steps"), [(0, 1.0, 8), (40, 1.0, 24), (40, 2.5, 16), (40, 5.0, 8), (40, 30.0, 8)]
+)
+def test_fast_steps_wait_for_more(interval_ms: int, step_ms: float, steps: int) -> None:
+    link = LinkedEngine(["nobody"]).link
+    settings = agent_pb2.Settings(lease_ms=30_000, report_interval_steps=8, report_interval_ms=interval_ms)
+    link.lease.hold(settings, None)
+    assert link.outbox._wanted() == (8, 8), "the time of a step is not known"
+    link.outbox._step_ms = step_ms
+    assert link.outbox._wanted() == (steps, steps)
 
 
 async def test_what_waits_for_no_interval(scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from meridian_agent.link.record_queue import RecordQueue
 LONG_S = 30.0
 
 
-def reader(ring: RecordQueue[int], wanted: int = 1) -> tuple[threading.Thread, list[int]]:
+def reader(ring: RecordQueue[int], wanted: int = 1, patient: int = 0) -> tuple[threading.Thread, list[int]]:
     """Start a thread that takes one item; the thread sleeps in the ring when this function returns."""
     got: list[int] = []
-    thread = threading.Thread(target=lambda: got.append(ring.get(LONG_S, wanted)))
+    thread = threading.Thread(target=lambda: got.append(ring.get(LONG_S, wanted, patient)))
     thread.start()
     while not ring._wanted:
         time.sleep(0.001)
@@ -72,6 +72,31 @@ def test_the_reader_is_woken_once_as_many_are_there_as_it_wants() -> None:
     ring.wake()
     thread.join(LONG_S)
     assert got == [1]
+
+
+@pytest.mark.parametrize("due", [0, 1, 2, 3])
+def test_a_patient_reader_waits_for_more_until_something_is_due(due: int) -> None:
+    """due: which of the items is due, 0 for none."""
+    ring: RecordQueue[int] = RecordQueue()
+    thread, got = reader(ring, wanted=2, patient=4)
+    enough = max(2, due) if due else 4
+    for number in range(1, enough + 1):
+        assert thread.is_alive()
+        assert bool(ring._wanted), "the reader is awake too early"
+        ring.lay(number, due=number == due)
+        ring.wake()
+    thread.join(LONG_S)
+    assert got == [1]
+    ring.took(0, bool(due))
+    assert [ring.get_nowait() for _ in range(enough - 1)] == list(range(2, enough + 1))
+    thread, got = reader(ring, wanted=2, patient=4)
+    ring.lay(7)
+    ring.lay(8)
+    ring.wake()
+    assert ring._wanted, "what was taken out is due no longer"
+    ring.put(9)
+    thread.join(LONG_S)
+    assert got == [7]
 
 
 def test_something_that_presses_wakes_a_reader_who_wants_more() -> None:

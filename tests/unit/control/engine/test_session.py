@@ -71,6 +71,7 @@ DENSE: dict[str, Any] = {"shadow": True, "eat_probe_interval_tokens": 1}
         ({"scheduler": {"strategy": "stock"}}, 24),
         ({"scheduler": {"strategy": "deadline"}}, 1),
         ({"scheduler": {"strategy": "deadline"}, "telemetry": {"report_interval_steps": 5}}, 5),
+        ({"entropy": {"shadow": False}, "telemetry": {"report_interval_steps": 8}}, 8),
         ({"scheduler": {"soft_think_tokens": 9}}, 1),
         ({"scheduler": {"soft_think_tokens": 9, "enabled": False}}, 24),
         ({"entropy": {"eat_probe_max_rank": 3}}, 1),
@@ -100,6 +101,8 @@ def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) ->
     """Unless the policy says otherwise, a report merges as many steps as the policy's rules allow."""
     (response,) = Stream().session.on_policy(1, policy(**sections))
     assert response.settings.report_interval_steps == steps
+    chosen = "report_interval_steps" in sections.get("telemetry", {})
+    assert response.settings.report_interval_ms == (40 if steps == 8 and not chosen else 0)
 
 
 @pytest.mark.parametrize(
