@@ -12,7 +12,7 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.vllm_adapter import premature_stops
-from tests.engine import Run, chat, prompt_ids
+from tests.engine import Run, chat, paced, prompt_ids
 from tests.engine.policies import ending_turns
 from tests.engine.test_decisions import opened
 from tests.engine.test_reserve import ends, reserve
@@ -70,10 +70,13 @@ def test_explain_shows_the_stop_and_what_is_left(
     assert details == [f"the model stopped while it thought, {MOST - AT - 1} of {MOST} tokens are left for the answer"]
 
 
-def test_in_shadow_the_model_stops_and_the_stop_is_counted(llm: Any, agent: Any, control: Control, stop: int) -> None:
+def test_in_shadow_the_model_stops_and_the_stop_is_counted(
+    llm: Any, agent: Any, control: Control, settled: Settled, stop: int
+) -> None:
     before = ends(control)
     control.apply(reserve(10, shadow=True))
-    (tokens,) = chat(llm, [opened()], stopping(stop))
+    # The stop counts once the request's own reserve is known.
+    (tokens,) = paced(llm, [opened()], stopping(stop), settled)
     assert (len(tokens), tokens[AT]) == (AT + 1, stop)
     after = ends(control)
     assert after["answer_reserve_shadowed"] == before.get("answer_reserve_shadowed", 0) + 1
