@@ -34,7 +34,7 @@ MERGE_RECORDS = 256
 # Number of rows for which the steps wait that nobody acts on. A report of more would be made in one go, in which the
 # engine's thread waits for the interpreter's lock.
 MERGE_ROWS = 2048
-# Largest number of steps that wait because they are fast, so that a decision comes no more tokens late.
+# Largest number of steps that wait because they are fast, so that a decision does not come much later in the text.
 FAST_STEPS = 24
 # Seconds between two reports, so that faster steps share a report; and seconds after which the sender of an idle engine
 # looks at the ring again.
