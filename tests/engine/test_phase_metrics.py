@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from meridian_agent.core.phases import begin
 from meridian_agent.vllm_adapter import phase_numbers
 from meridian_agent.vllm_adapter.server_metrics import KV_TOKENS, NAMES, REQUESTS
-from tests.engine import Run, cases, chat, prompt_ids
+from tests.engine import Run, cases, chat, paced, prompt_ids
 from tests.engine.policies import CONVERGED
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
@@ -19,6 +19,7 @@ from tests.engine.test_metrics import scraped
 if TYPE_CHECKING:
     import pytest
 
+    from tests.engine.pacing import Settled
     from tests.processes import Control
 
 LABELS = {"model_name": "maze", "engine": "0"}
@@ -71,7 +72,7 @@ def test_gauges_follow_a_request(llm: Any, agent: Any, monkeypatch: pytest.Monke
     assert by_phase(REQUESTS) == by_phase(KV_TOKENS) == {}
 
 
-def test_tokens_that_rules_save(llm: Any, agent: Any, control: Control) -> None:
+def test_tokens_that_rules_save(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
     """The engine counts what the control plane counts."""
 
     def counted() -> float:
@@ -80,5 +81,5 @@ def test_tokens_that_rules_save(llm: Any, agent: Any, control: Control) -> None:
 
     control.apply({**CONVERGED, "scheduler": {"max_think_tokens": 200, "min_think_tokens": 4}})
     before, told = counters(), counted()
-    chat(llm, cases(), GREEDY)
+    paced(llm, cases(), GREEDY, settled)
     assert counters()[1] - before[1] == counted() - told > 0

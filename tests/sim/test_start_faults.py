@@ -3,7 +3,9 @@ agent."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")
 # One line in this many is tested.
 SAMPLED = 4
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +49,8 @@ def served(patch: pytest.MonkeyPatch, injected: Injected | None) -> tuple[Any, l
     """
     absent: list[str] = []
     World(1, Options(ticks=0), patch, is_stock=True)
+    # An earlier engine holds its name until Python drops it.
+    patch.setenv("MERIDIAN_ENGINE_ID", f"start-{os.getpid()}-{next(NUMBERS)}")
     patch.setattr(scheduler_module, "say_absent", lambda reason, _: absent.append(reason))
     if injected is not None:
         injected.install(patch, RESTS_S)
