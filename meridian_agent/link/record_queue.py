@@ -54,14 +54,16 @@ class RecordQueue(Generic[T]):
 
     def wake(self) -> None:
         """Wake the reader if enough items for it are there, or an urgent one. Never waits."""
-        if self._wanted and self._is_enough():
+        wanted = self._wanted
+        if wanted and self.suffices(wanted, self._patient):
             self._wanted = 0
             self._bell.put(None)
 
-    def _is_enough(self) -> bool:
-        if self._laid_pressing != self._taken_pressing:
-            return True
-        return len(self._items) >= (self._patient if self._laid_due == self._taken_due else self._wanted)
+    def suffices(self, wanted: int, patient: int) -> bool:
+        """Return whether enough items for the reader are there, or an urgent one. wanted, patient: as `get` takes
+        them."""
+        enough = max(wanted, patient) if self._laid_due == self._taken_due else wanted
+        return len(self._items) >= enough or self.presses
 
     def qsize(self) -> int:
         return len(self._items)
@@ -77,9 +79,9 @@ class RecordQueue(Generic[T]):
         """Take out the oldest item, once `wanted` items or an urgent one are there or `timeout` seconds have passed.
         Raises queue.Empty if none is there. patient: number of items, if that is more, for which the reader waits while
         none is due."""
-        self._patient = max(wanted, patient)
+        self._patient = patient
         self._wanted = wanted
-        if not (self._items and self._is_enough()):
+        if not (self._items and self.suffices(wanted, patient)):
             self._sleep(timeout)
         self._wanted = 0
         return self.get_nowait()

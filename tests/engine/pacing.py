@@ -101,7 +101,7 @@ class Settled:
     def _answered(self, link: ControlStream, stub: Any) -> bool:
         ring: Any = link.outbox.ring
         waiting = _waiting(ring)
-        if waiting and (not ring._wanted or ring._is_enough()):
+        if waiting and (not ring._wanted or ring.suffices(ring._wanted, ring._patient)):
             # The link's sender is about to take the records.
             return False
         steps: deque[tuple[int, int]] = getattr(ring, "steps", deque())

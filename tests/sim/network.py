@@ -188,9 +188,8 @@ class SteppedLink(ControlStream):
             self._first_waits_s = now
         ring = self.outbox.ring
         # A message that is no record was put on the ring by `put`, which wakes the sender.
-        wakes = ring.presses or any(isinstance(item, agent_pb2.ConnectRequest) for item in ring._items)
-        wanted, patient = self.outbox._wanted()
-        is_short = ring.qsize() < (wanted if ring._laid_due != ring._taken_due else patient) and not wakes
+        wakes = any(isinstance(item, agent_pb2.ConnectRequest) for item in ring._items)
+        is_short = not (wakes or ring.suffices(*self.outbox._wanted()))
         if is_short and now - self._first_waits_s < self.lease.merge_s:
             return
         self._first_waits_s = None
