@@ -475,10 +475,7 @@ class Agent:
             if len(unmeasured) < len(tracker.by_id):
                 self._asked = self._asking.request(tracker.markers.ends[0][0], unmeasured, self.probing.placed)
                 setattr(output, REQUEST, self._asked)
-        if (measures := self._asked is not None) is not self._outbox.measures:
-            self._outbox.measures = measures
-            # What waits at the sender may wait for more steps than it will from now on.
-            tracker.record.urgent |= measures and self.lease.merge_unmeasured
+        self._tell_sender(measures=self._asked is not None)
         self._asks_same = self._asked is None or self._asked[2] is None
         self.accounts.scheduled(output)
         # With this flag vLLM waits for the previous step, and fails if there is none.
@@ -492,6 +489,13 @@ class Agent:
         if self.preemption.waiting:
             self.preemption.scheduled(output)
         self.calm.scheduled(len(scheduled))
+
+    def _tell_sender(self, measures: bool) -> None:
+        """Tell the sender whether the workers measure something in the step. If none did before, the records that wait
+        may wait for more steps than later ones will, so the step is sent at once."""
+        if measures and not self._outbox.measures and self.lease.merge_unmeasured:
+            self.tracker.record.urgent = True
+        self._outbox.measures = measures
 
     @hook(agent_pb2.FAULT_CAUSE_BITMASK)
     def bitmask(

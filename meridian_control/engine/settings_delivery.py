@@ -90,15 +90,20 @@ def model_of(policy: Policy, hello: agent_pb2.Hello) -> ModelPolicy:
 
 
 def report_interval_steps(policy: Policy) -> int:
-    """Return the number of steps that the agent merges into a report.
+    """Return the number of steps that the agent merges into a report."""
+    return policy.telemetry.report_interval_steps or _chosen_steps(policy)
 
-    If the policy sets no number, the result is 1 for deadline scheduling, which needs the time of the newest tokens,
-    for rules that read sentence ends, which should end thinking at the sentence end, and for dense probes, which wait
-    for the previous probe's outcome. Otherwise the result is RULED_INTERVAL_STEPS if a rule in force may end thinking
-    or change a cap by a report, and USUAL_INTERVAL_STEPS if none may.
+
+def _chosen_steps(policy: Policy) -> int:
+    """Return the number of steps that a report merges if the policy leaves it open, 0 if it sets a number.
+
+    The result is 1 for deadline scheduling, which needs the time of the newest tokens, for rules that read sentence
+    ends, which should end thinking at the sentence end, and for dense probes, which wait for the previous probe's
+    outcome. Otherwise the result is RULED_INTERVAL_STEPS if a rule in force may end thinking or change a cap by a
+    report, and USUAL_INTERVAL_STEPS if none may.
     """
     if policy.telemetry.report_interval_steps:
-        return policy.telemetry.report_interval_steps
+        return 0
     reads = effects.reads_sentence_ends(policy) or effects.probes_within(policy, RULED_INTERVAL_STEPS)
     if policy.scheduler.strategy == "deadline" or reads:
         return 1
@@ -109,8 +114,7 @@ def report_interval_steps(policy: Policy) -> int:
 def report_interval_ms(policy: Policy) -> int:
     """Return the milliseconds for which a fast engine's reports wait although rules in force read them, 0 for none. A
     report costs an engine the same however short its steps are."""
-    ruled = not policy.telemetry.report_interval_steps and report_interval_steps(policy) == RULED_INTERVAL_STEPS
-    return RULED_INTERVAL_MS * ruled
+    return RULED_INTERVAL_MS if _chosen_steps(policy) == RULED_INTERVAL_STEPS else 0
 
 
 def merge_openings(policy: Policy) -> bool:
@@ -133,7 +137,7 @@ def merge_answers(policy: Policy) -> bool:
 def merge_unmeasured(policy: Policy) -> bool:
     """Return whether the agent's reports may wait for further steps while the engine measures nothing: no decision
     depends on when they come."""
-    usual = not policy.telemetry.report_interval_steps and report_interval_steps(policy) == USUAL_INTERVAL_STEPS
+    usual = _chosen_steps(policy) == USUAL_INTERVAL_STEPS
     return usual and merge_openings(policy) and merge_answers(policy)
 
 
