@@ -98,6 +98,8 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[b
 
     @functools.wraps(execute_model)
     def observed_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if observer.begins_idle(scheduler_output):
+            return execute_model(scheduler_output, *args, **kwargs)
         if observer.guard.fault or observer.delivery.fault:
             observer.come_back()
         observer.guard.run(observer.begin, scheduler_output)
@@ -105,6 +107,8 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[b
 
     @functools.wraps(sample_tokens)
     def observed_sample(*args: Any, **kwargs: Any) -> Any:
+        if observer.is_idle:
+            return sample_tokens(*args, **kwargs)
         if isinstance(probe_rows, ProbeRows):
             # Rows must leave vLLM's logits also while the guard rests after a fault.
             try:
@@ -127,7 +131,7 @@ def _watch_logits(model: Any, observer: Observer) -> None:
     @functools.wraps(compute_logits)
     def watched(*args: Any, **kwargs: Any) -> Any:
         logits = compute_logits(*args, **kwargs)
-        if logits is not None:
+        if logits is not None and not observer.is_idle:
             observer.guard.run(observer.on_logits, logits)
         return logits
 

@@ -18,6 +18,7 @@ from meridian_kernels import EntropyProbe
 from meridian_agent.core.guard import Guard
 from meridian_agent.core.step_signals import (
     BACKEND,
+    PROBE_ROWS,
     PROBED,
     REQUEST,
     RESULT,
@@ -190,6 +191,8 @@ class Observer:
             guard.on_trip = functools.partial(self._tell, guard)
         self._runner = runner
         self._recovered = False
+        # Whether the newest step has nothing to measure and nothing to tell.
+        self.is_idle = False
         self._asked, self._which = WorkerRequestDecoder(), Wanted()
         # The end marker's first token id; the ids of the requests whose rows are not measured; and
         # SentenceTable.may_end if only rows are measured whose newest token may end a sentence, else None.
@@ -212,6 +215,14 @@ class Observer:
         self._tells_backend = False
         # Number of outputs so far.
         self._outputs = 0
+
+    def begins_idle(self, scheduler_output: Any) -> bool:
+        """Return whether there is nothing to measure in the step that begins, and nothing to tell or to release after
+        it. Never raises."""
+        asked = getattr(scheduler_output, REQUEST, None) or getattr(scheduler_output, PROBE_ROWS, None)
+        tells = self.guard.fault or self.delivery.fault or self._recovered
+        self.is_idle = not (asked or tells) and (self.probe_rows is None or self.probe_rows.logits is None)
+        return self.is_idle
 
     def come_back(self) -> None:
         """Start measuring again if the rest after a fault is over. Called only before a step, because a step resets all
@@ -314,6 +325,8 @@ class Observer:
         said = self._untold or (signals if signals is not None else self.guard.fault)
         if said or self._recovered:
             setattr(output, RESULT, said)
+            # Only an empty text says that the worker measures again.
+            self._recovered = self._recovered and said != ""
         if self._tells_backend and signals is not None:
             setattr(output, BACKEND, (self.probe.backend, self.probe.fallback, self.probe_rows is not None))
             self._tells_backend = False

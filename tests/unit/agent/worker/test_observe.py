@@ -14,8 +14,10 @@ import pytest
 import torch
 from meridian_kernels import EntropyProbe, RowSignals, reference, torch_ops
 
+from meridian_agent.core import guard
 from meridian_agent.core.step_signals import (
     BACKEND,
+    PROBE_ROWS,
     REQUEST,
     RESULT,
     StepSignals,
@@ -24,6 +26,8 @@ from meridian_agent.core.step_signals import (
     expected_backend,
 )
 from meridian_agent.worker.attach import attach
+from meridian_agent.worker.observer import Observer
+from meridian_agent.worker.probe_rows import ProbeRows
 from tests.fakes.worker import END_TOKEN, asked, step, worker
 
 if TYPE_CHECKING:
@@ -58,6 +62,50 @@ def test_each_output_carries_its_own_step(later: bool, v2: bool) -> None:
         want = signals_of(batch)
         np.testing.assert_array_equal(signals.entropy_nats, want.entropy_nats)
         np.testing.assert_array_equal(signals.end_rank, want.end_rank)
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+def test_steps_without_a_request_are_left_alone(later: bool, v2: bool) -> None:
+    """A step that asks for nothing carries nothing, and the next one that asks is measured by its own logits."""
+    own = observed(worker(later=later, v2=v2))
+    for excluded_ids in (frozenset[str](), None, None, frozenset("b"), None, frozenset("ab")):
+        batch = torch.randn(2, 50)
+        output = step(own, asked(batch, excluded_ids))
+        told = vars(output.get_output() if later else output)
+        if excluded_ids is None:
+            assert told.keys() == {"req_ids", "sampled"}
+            continue
+        signals, want = StepSignals.decode(told[RESULT]), signals_of(batch)
+        measured = ["a" not in excluded_ids, "b" not in excluded_ids]
+        np.testing.assert_array_equal(signals.entropy_nats, np.where(measured, want.entropy_nats, np.nan))
+
+
+def test_a_worker_is_idle_once_nothing_is_left_to_do() -> None:
+    observer = Observer(SimpleNamespace())
+    assert observer.begins_idle(SimpleNamespace())
+    assert not observer.begins_idle(SimpleNamespace(**{REQUEST: (END_TOKEN, 1, (), None)}))
+    assert not observer.begins_idle(SimpleNamespace(**{PROBE_ROWS: {"a": [END_TOKEN]}}))
+    # The logits of a step with probes, which take a GPU's memory, are released in the step after it.
+    rows = observer.probe_rows = ProbeRows(SimpleNamespace(_prepare_inputs=None, execute_model_state=None))
+    rows.logits = torch.zeros(3, 50)
+    assert not observer.begins_idle(SimpleNamespace())
+    rows.split()
+    assert observer.begins_idle(SimpleNamespace())
+
+
+def test_a_fault_and_its_end_are_each_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if no step asks for anything any more when the worker has recovered."""
+    monkeypatch.setattr(guard, "RESTS_S", (0.0,))
+    own = observed(worker())
+    faulty = asked(torch.randn(2, 50))
+    # The rows that vLLM samples from cannot be measured.
+    faulty.scheduled_spec_decode_tokens = None
+    own.model_runner.execute_model(faulty)
+    own.model_runner.execute_model_state.scheduler_output = None
+    assert "before_sampling" in getattr(own.model_runner.sample_tokens(), RESULT)
+    told = [vars(step(own, asked(torch.randn(2, 50), None))).get(RESULT) for _ in range(3)]
+    assert told == ["", None, None]
 
 
 @pytest.mark.parametrize(
