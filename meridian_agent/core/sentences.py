@@ -513,10 +513,9 @@ class SentenceTable:
         """Return the flags of the tokens after which the machine is in these states."""
         return self._flags.take(states).tobytes()
 
-    def row_flags(self, states: NDArray[np.uint32]) -> list[int]:
+    def row_flags(self, states: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Return the flags of the rows of the tokens after which the machine is in these states."""
-        flags: list[int] = (self._flags.take(states) & ROW_FLAGS).tolist()
-        return flags
+        return (self._flags.take(states) & ROW_FLAGS).astype(np.uint32)
 
     def ends(self, states: NDArray[np.uint32], flags: int) -> NDArray[np.intp]:
         """Return the indices of the states whose tokens have any of the flags."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT, Phase
@@ -16,6 +17,8 @@ from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES, SentenceTable
 from meridian_agent.core.step_signals import SignalBytes, first_rows
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.token_cycles import Look
 
@@ -297,10 +300,17 @@ def record_of(step: TextStep) -> Record:
 
 
 def _row_flags(record: Record) -> list[int]:
-    if not record.text:
-        return record.flags
-    if THINK not in record.phases:
-        return [0] * len(record.text) + record.flags
-    flags = record.sentences.row_flags(record.states.get())
-    rows = zip(flags, record.phases, strict=False)
-    return [of_token if phase == THINK else 0 for of_token, phase in rows] + record.flags
+    flags: list[int] = text_flags([record], np.array(record.phases, np.uint32)).tolist()
+    return flags + record.flags
+
+
+def text_flags(records: Sequence[Record], phases: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Return the flags of the rows of the run's members, step by step; only those of thinking have any. records: steps
+    of the same members. phases: those of each record, [rows]."""
+    members = len(records[0].text)
+    thinks = phases[:members] == THINK
+    if not thinks.any():
+        return np.zeros(len(records) * members, np.uint32)
+    states = [record.states.get()[:members] for record in records]
+    flags: NDArray[np.uint32] = records[0].sentences.row_flags(np.concatenate(states)).reshape(-1, members) * thinks
+    return flags.ravel()

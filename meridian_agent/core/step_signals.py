@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Set, Sized
+    from collections.abc import Sequence, Set, Sized
 
     from numpy.typing import NDArray
 
@@ -123,10 +123,16 @@ class StepSignals:
     @classmethod
     def decode(cls, encoded: SignalBytes) -> StepSignals:
         """Return the signals that `encode` turned into these bytes."""
-        columns, first_row = encoded if isinstance(encoded, tuple) else (encoded, None)
-        entropy, end_rank, end_logprob, top_logprob = np.frombuffer(columns, np.float32).reshape(4, -1)
-        first = None if first_row is None else np.frombuffer(first_row, np.int32)
+        entropy, end_rank, end_logprob, top_logprob = signal_bits([encoded])[0].view(np.float32)
+        first = np.frombuffer(encoded[1], np.int32) if isinstance(encoded, tuple) else None
         return cls(first, entropy, end_rank.view(np.int32), end_logprob, top_logprob)
+
+
+def signal_bits(steps: Sequence[SignalBytes]) -> NDArray[np.uint32]:
+    """Return the bits of the four columns of StepSignals, in their order, [steps, 4, rows]. steps: encoded signals of
+    the same number of rows."""
+    columns = [encoded[0] if isinstance(encoded, tuple) else encoded for encoded in steps]
+    return np.frombuffer(b"".join(columns), np.uint32).reshape(len(columns), 4, -1)
 
 
 def first_rows(encoded: tuple[bytes, bytes]) -> list[int]:

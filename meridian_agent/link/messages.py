@@ -5,24 +5,28 @@ from __future__ import annotations
 
 import math
 import struct
-from itertools import chain
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.request_info import shown_id
-from meridian_agent.core.step_record import COUNTERS, Gauges, MeasuredProbe, StepRecord, TextRecord
-from meridian_agent.core.step_signals import StepSignals
+from meridian_agent.core.step_record import COUNTERS, Gauges, MeasuredProbe, StepRecord, text_flags
+from meridian_agent.core.step_signals import StepSignals, signal_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from meridian_agent.core.step_record import Record
 
 
 # The bytes of a signal that was not measured.
 NAN = struct.pack("<f", math.nan)
+# The bits of the columns of StepSignals in a row that was not measured.
+NOT_MEASURED = np.array([[math.nan], [0.0], [math.nan], [math.nan]], "<f4").view("<u4")
 # The lists of a Directives message, in the order in which the engine takes them in.
 DECISION_KINDS = ("forces", "caps", "tiers", "probes", "hand_overs", "preempts")
 
@@ -176,40 +180,45 @@ def _byte_columns(records: Sequence[Record]) -> bytes:
     """Return the token rows of the records as TokenColumns.byte_columns has them."""
     # A record whose rows a snapshot has replaced has no slots, but may have the rows' other columns.
     with_rows = [record for record in records if record.slots]
-    columns = [r.slots for r in with_rows], [r.phases for r in with_rows], _flags_of(with_rows)
-    numbers = [*chain.from_iterable(chain.from_iterable(columns))]
-    known = struct.pack(f"<{len(numbers)}I", *numbers)
-    rows = len(numbers) // len(columns)
+    if not with_rows:
+        return b""
+    groups = [[*group] for _, group in groupby(with_rows, key=_shared_columns)]
+    slots, phases, flags = zip(*map(_known_columns, groups), strict=True)
+    numbers = np.concatenate((*slots, *phases, *flags))
+    rows = len(numbers) // 3
     if all(record.told is None for record in with_rows):
-        return b"".join((known, bytes(4 * rows), NAN * (3 * rows)))
-    signalled = np.zeros((4, rows), "<u4")
-    measured, end = signalled[1:].view("<f4"), 0
-    measured[:] = np.nan
-    for record in with_rows:
-        begin, end = end, end + len(record.slots)
-        if record.told is None:
-            continue
-        these = slice(begin, end)
-        at, signals = np.asarray(record.rows, dtype=np.intp), StepSignals.decode(record.told)
-        signalled[0, these], measured[0, these] = signals.end_rank[at], signals.entropy_nats[at]
-        measured[1, these], measured[2, these] = signals.end_logprob_nats[at], signals.top_logprob_nats[at]
-    return known + signalled.tobytes()
+        return b"".join((numbers.tobytes(), bytes(4 * rows), NAN * (3 * rows)))
+    entropies, end_ranks, *log_probabilities = np.concatenate([*map(_signal_columns, groups)], axis=1)
+    return b"".join(column.tobytes() for column in (numbers, end_ranks, entropies, *log_probabilities))
 
 
-def _flags_of(records: Sequence[Record]) -> list[list[int]]:
-    """Return the flags of each record's rows. In steps of text that read no sentences they stay the same."""
-    found: list[list[int]] = []
-    before: Record | None = None
-    for record in records:
-        same = (
-            isinstance(before, TextRecord)
-            and isinstance(record, TextRecord)
-            and before.states is record.states
-            and before.phases is record.phases
-        )
-        found.append(found[-1] if same else record.row_flags())
-        before = record
-    return found
+def _shared_columns(record: Record) -> tuple[int, ...]:
+    """Return what is equal for records that have the same columns but for signals and the members' flags. Nearly all
+    steps share their columns with the step before; nobody changes these lists."""
+    told = record.told
+    if record.flags or not record.text or isinstance(told, tuple):
+        return (id(record),)
+    return id(record.slots), id(record.phases), id(record.rows), -1 if told is None else len(told)
+
+
+def _known_columns(records: Sequence[Record]) -> Iterator[NDArray[np.uint32]]:
+    """Yield the slots, phases and flags of the rows of records with the same `_shared_columns`."""
+    first, times = records[0], len(records)
+    phases = np.array(first.phases, np.uint32)
+    yield np.tile(np.array(first.slots, np.uint32), times)
+    yield np.tile(phases, times)
+    flags = text_flags(records, phases)
+    yield np.concatenate((flags, np.array(first.flags, np.uint32))) if first.flags else flags
+
+
+def _signal_columns(records: Sequence[Record]) -> NDArray[np.uint32]:
+    """Return the bits of the signals of the rows of records with the same `_shared_columns`, [4, rows], in the order of
+    StepSignals."""
+    first = records[0]
+    if first.told is None:
+        return np.repeat(NOT_MEASURED, len(records) * len(first.slots), axis=1)
+    bits = signal_bits([record.told for record in records if record.told is not None])
+    return bits.take(np.array(first.rows, np.intp), axis=2).swapaxes(0, 1).reshape(4, -1)
 
 
 def _add_tokens(columns: agent_pb2.TokenColumns, record: Record) -> None:

@@ -33,7 +33,7 @@ RING_RECORDS = 4096
 MERGE_RECORDS = 256
 # Number of rows for which the steps wait that nobody acts on. A report of more would be made in one go, in which the
 # engine's thread waits for the interpreter's lock.
-MERGE_ROWS = 2048
+MERGE_ROWS = 8192
 # Largest number of steps that wait because they are fast, so that a decision does not come much later in the text.
 FAST_STEPS = 24
 # Seconds between two reports, so that faster steps share a report; and seconds after which the sender of an idle engine
