@@ -205,7 +205,7 @@ def test_reports_are_merged_no_longer_than_a_lease_allows(lease_ms: int, wait_s:
     [
         (True, False, False, 1, 256),
         (True, False, False, 0, 256),
-        (True, False, False, 20, 102),
+        (True, False, False, 64, 128),
         (True, False, False, 1000, 24),
         (False, False, True, 1, 256),
         (True, True, False, 1, 24),
