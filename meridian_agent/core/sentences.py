@@ -630,5 +630,35 @@ class States:
         return self._known
 
 
+class StepStates(States):
+    """The states after a step that brought each row one token. Those of a chain of steps, each from the one before, are
+    computed together, because most of the time goes into calls of NumPy."""
+
+    __slots__ = ("_table", "_tokens")
+
+    def __init__(self, before: States, table: SentenceTable, tokens: Sequence[int]) -> None:
+        super().__init__(None, before)
+        self._table, self._tokens = table, tokens
+
+    def get(self) -> NDArray[np.uint32]:
+        # The other thread may compute and release some of the steps at the same time; then the rest is looked at again.
+        while (known := self._known) is None:
+            steps: list[StepStates] = []
+            at: States | None = self
+            while isinstance(at, StepStates) and at._known is None:
+                steps.append(at)
+                at = at._before
+            if at is not None:
+                self._read(at.get(), steps[::-1])
+        return known
+
+    def _read(self, states: NDArray[np.uint32], steps: Sequence[StepStates]) -> None:
+        """Compute the states after each of the steps. states: those before the first step."""
+        classes = self._table.classes_of([token for step in steps for token in step._tokens]).reshape(len(steps), -1)
+        for step, of_step in zip(steps, classes, strict=True):
+            step._known = states = self._table.steps(states, of_step)
+            step._before = None
+
+
 # The states of no tokens.
 NO_STATES = States(np.zeros(0, np.uint32))

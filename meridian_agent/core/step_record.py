@@ -311,6 +311,8 @@ def text_flags(records: Sequence[Record], phases: NDArray[np.uint32]) -> NDArray
     thinks = phases[:members] == THINK
     if not thinks.any():
         return np.zeros(len(records) * members, np.uint32)
+    # With the newest states, those of the steps before are computed, too.
+    records[-1].states.get()
     states = [record.states.get()[:members] for record in records]
     flags: NDArray[np.uint32] = records[0].sentences.row_flags(np.concatenate(states)).reshape(-1, members) * thinks
     return flags.ravel()

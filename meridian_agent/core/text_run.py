@@ -19,7 +19,7 @@ import numpy as np
 
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.request_info import NEVER
-from meridian_agent.core.sentences import CERTAIN, ENDED, NO_SENTENCES, NO_STATES, States, newest_end
+from meridian_agent.core.sentences import CERTAIN, ENDED, NO_SENTENCES, NO_STATES, States, StepStates, newest_end
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -289,8 +289,7 @@ class TextRun:
         self.steps += 1
         self._before, self._newest = self._newest, tokens
         if self._follows:
-            table = self.sentences
-            self._add_states(States(None, self._states, lambda states: table.steps(states, table.classes_of(tokens))))
+            self._add_states(StepStates(self._states, self.sentences, tokens))
         if self.tokens_per_step > 1:
             self.lengths = ()
             self._recent.append(None)

@@ -7,9 +7,11 @@ import gc
 import random
 import time
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from meridian_agent.core.sentences import (
     ROW_FLAGS,
     SentenceTable,
     States,
+    StepStates,
     TokenText,
     newest_end,
     split_bytes,
@@ -240,6 +243,23 @@ def test_ends_do_not_depend_on_how_tokens_are_cut_into_steps(
         if names:
             step(tracker, names, thinking, seen, rng)
     assert seen == expected
+
+
+def test_states_are_the_same_in_whatever_order_two_threads_read_them() -> None:
+    rng, table = random.Random(1), shifted(TABLE)
+    steps = [rng.choices(range(FIRST, FIRST + len(TEXTS) + 2), k=3) for _ in range(200)]
+    expected = [[0] * 3]
+    for tokens in steps:
+        expected.append([table.step(state, token) for state, token in zip(expected[-1], tokens, strict=True)])
+    for _ in range(20):
+        chain = [States(np.zeros(3, np.uint32))]
+        for tokens in steps:
+            chain.append(StepStates(chain[-1], table, tokens))
+        reads = [rng.sample(chain, 20) for _ in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            done = [pool.submit(lambda read: [each.get() for each in read], read) for read in reads]
+        assert all(each.result() for each in done)
+        assert [each.get().tolist() for each in chain] == expected
 
 
 def test_no_awaited_end_is_missed_in_a_long_run() -> None:
