@@ -93,6 +93,13 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[b
         # A GPU measures while it samples. Under asynchronous scheduling the newest tokens may still be unknown.
         may_be_unknown = v2_runner or worker.vllm_config.scheduler_config.async_scheduling
         observer.knows_newest = worker.device.type == "cpu" and not may_be_unknown
+    _watch_steps(runner, observer)
+    if v2_runner:
+        _watch_logits(runner.model, observer)
+
+
+def _watch_steps(runner: Any, observer: Observer) -> None:
+    """Wrap the methods of a runner that compute a step and sample its tokens."""
     probe_rows = observer.probe_rows
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
@@ -121,8 +128,6 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[b
         return output
 
     runner.execute_model, runner.sample_tokens = observed_execute, observed_sample
-    if v2_runner:
-        _watch_logits(runner.model, observer)
 
 
 def _watch_logits(model: Any, observer: Observer) -> None:
