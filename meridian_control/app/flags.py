@@ -81,34 +81,53 @@ def parser() -> argparse.ArgumentParser:
     if endpoint := read(METRICS_ENDPOINT):
         raise BadVariable(METRICS_ENDPOINT, endpoint, f"unset, because no metrics are sent: {SCRAPE}")
     p = argparse.ArgumentParser(prog="meridian-control", description="The control plane for reasoning models on vLLM.")
-    p.add_argument(
+    _add_server(p)
+    _add_engines(p)
+    _add_policy(p)
+    _add_pages(p)
+    _add_records(p)
+    logs.add_flags(p, choice(logs.VARIABLE, "text", logs.FORMATS))
+    p.add_argument("--version", action="version", version=__version__)
+    return p
+
+
+def _add_server(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("server and access")
+    group.add_argument(
         "--listen", default="127.0.0.1:50051", help="address of the gRPC server: host:port, :port for all, unix:PATH"
     )
-    p.add_argument("--tls-cert", type=file, help="PEM certificate chain of the server; read again when it changes")
-    p.add_argument("--tls-key", type=file, help="PEM key of the server's certificate")
-    p.add_argument(
+    group.add_argument("--tls-cert", type=file, help="PEM certificate chain of the server; read again when it changes")
+    group.add_argument("--tls-key", type=file, help="PEM key of the server's certificate")
+    group.add_argument(
         "--client-ca",
         type=file,
         help="PEM certificates of the CA that must have signed each client's certificate, even if a client has a token",
     )
-    p.add_argument(
+    group.add_argument(
         "--access",
         type=file,
         help="file that assigns roles to callers; read again when it changes. Without this file and --client-ca, the "
         "control plane accepts changes from this host only",
     )
-    p.add_argument(
+    group.add_argument(
         "--insecure",
         action="store_true",
         help="let every caller that reaches --listen change everything, and allow any address for --page-listen",
     )
-    p.add_argument(
+    group.add_argument(
+        "--health-listen", default="", help="address that serves gRPC health alone, without TLS, for probes"
+    )
+
+
+def _add_engines(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("engines")
+    group.add_argument(
         "--max-engines",
         type=int,
         default=CallLimits.engines,
         help="largest number of engines connected to this replica",
     )
-    p.add_argument(
+    group.add_argument(
         "--heartbeat",
         type=float,
         default=HEARTBEAT_S,
@@ -116,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
         help="seconds without a message after which an agent sends a heartbeat, which is answered; less than the idle "
         "timeout of any proxy between agents and control plane; 0 for none",
     )
-    p.add_argument(
+    group.add_argument(
         "--max-engines-per-caller",
         type=int,
         help="largest number of engines of one principal, or of one host without authentication, connected to this "
@@ -128,10 +147,35 @@ def parser() -> argparse.ArgumentParser:
         ("--max-engines-mib", MemoryLimits.all, "all engines"),
     ):
         help_text = f"most memory in MiB for the requests of {whose} on this replica; default: %(default)s"
-        p.add_argument(name, type=int, default=default >> 20, help=help_text)
-    p.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
-    p.add_argument("--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off")
-    p.add_argument(
+        group.add_argument(name, type=int, default=default >> 20, help=help_text)
+
+
+def _add_policy(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("policy and replicas")
+    files = group.add_mutually_exclusive_group()
+    files.add_argument(
+        "--policy", type=file, help="policy file for an empty store; default: ./meridian.toml, then the user's file"
+    )
+    files.add_argument("--policy-dir", type=file, help="directory whose meridian.toml is put in force at each change")
+    group.add_argument(
+        "--store",
+        default=read("MERIDIAN_STORE") or "meridian.db",
+        help="store of the policy revisions: a SQLite file, or postgresql://… for several replicas; default: "
+        "MERIDIAN_STORE, else meridian.db",
+    )
+    group.add_argument(
+        "--advertise",
+        help="host:port at which other replicas reach this one; default: --listen with the host's own address",
+    )
+
+
+def _add_pages(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("metrics and status page")
+    group.add_argument("--metrics-listen", default="127.0.0.1:9464", help="address of /metrics; empty switches it off")
+    group.add_argument(
+        "--page-listen", default="127.0.0.1:9465", help="address of the status page; empty switches it off"
+    )
+    group.add_argument(
         "--page-link",
         action="append",
         type=page_link,
@@ -140,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
         help="link on the status page, for example Grafana=https://grafana.example/dashboards or "
         "Runbooks=https://wiki.example/meridian; repeatable",
     )
-    p.add_argument(
+    group.add_argument(
         "--allow-host",
         action="append",
         type=host_name,
@@ -148,38 +192,23 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="further host name under which /metrics and the status page may be asked, such as a proxy's; repeatable",
     )
-    p.add_argument("--health-listen", default="", help="address that serves gRPC health alone, without TLS, for probes")
-    files = p.add_mutually_exclusive_group()
-    files.add_argument(
-        "--policy", type=file, help="policy file for an empty store; default: ./meridian.toml, then the user's file"
-    )
-    files.add_argument("--policy-dir", type=file, help="directory whose meridian.toml is put in force at each change")
-    p.add_argument(
-        "--store",
-        default=read("MERIDIAN_STORE") or "meridian.db",
-        help="store of the policy revisions: a SQLite file, or postgresql://… for several replicas; default: "
-        "MERIDIAN_STORE, else meridian.db",
-    )
-    p.add_argument(
-        "--advertise",
-        help="host:port at which other replicas reach this one; default: --listen with the host's own address",
-    )
-    p.add_argument(
+
+
+def _add_records(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("decision log and traces")
+    group.add_argument(
         "--decision-log", type=file, help="rotated JSON lines file for decisions and their outcomes; default: none"
     )
-    p.add_argument(
+    group.add_argument(
         "--otlp-endpoint",
         default=read("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or read("OTEL_EXPORTER_OTLP_ENDPOINT"),
         help="gRPC endpoint that gets requests as OpenTelemetry traces; default: none",
     )
-    p.add_argument(
+    group.add_argument(
         "--trace-ratio", type=float, default=0.01, help="share of the requests without a trace context that are traced"
     )
     for flag in ("--otlp-metrics-endpoint", "--otlp-metrics-interval"):
-        p.add_argument(flag, action=Removed, help=argparse.SUPPRESS)
-    logs.add_flags(p, choice(logs.VARIABLE, "text", logs.FORMATS))
-    p.add_argument("--version", action="version", version=__version__)
-    return p
+        group.add_argument(flag, action=Removed, help=argparse.SUPPRESS)
 
 
 def engine_limits(args: argparse.Namespace) -> CallLimits:
