@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.link.messages import step_report as merge
 from meridian_control.capabilities.budgets.stream import EngineBudgets
@@ -15,6 +15,7 @@ from meridian_control.common.slices import at_once
 from meridian_control.engine.session import Session
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
+from meridian_control.journal.messages import explain_request
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
 from tests.fakes.tables import policy
 
@@ -128,6 +129,14 @@ class Stream:
         """Send the session one report of steps that the agent has made, at the time of the last step."""
         report = merge(records)
         self.session.on_message(agent_pb2.ConnectRequest(step=report), NOW + timedelta(seconds=records[-1].ended_s))
+
+    def caps(self) -> dict[str, int]:
+        """Return the caps in force on the agent, by request."""
+        live = self.agent.engine.live.values()
+        return {one.info.request_id: one.cap.max_think_tokens for one in live if one.cap is not None}
+
+    def life(self, request_id: str) -> fleet_pb2.RequestLife:
+        return explain_request(self.log, [], fleet_pb2.ExplainRequestRequest(request_id=request_id)).life
 
     def balanced(self) -> bool:
         totals = self.session.totals

@@ -13,8 +13,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.core.request_info import MAX_ID
 from meridian_agent.link.message_sizes import PART_BYTES, REPORT_BYTES, WHOLE_BYTES
-from tests.contract.streams import Control, Scripted, call_to, failure
-from tests.fakes.agent import hello
+from tests.contract.streams import Control, Scripted
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -183,14 +182,3 @@ async def test_the_largest_texts_fit_into_a_part() -> None:
         assert sum(len(part.requests) for part in servicer.snapshots()) == 200
         assert max(message.ByteSize() for message in servicer.received) <= PART_BYTES + 16
         assert max(len(r.request_id) for part in servicer.snapshots() for r in part.requests) == MAX_ID
-
-
-async def test_a_part_that_is_missing_ends_the_stream(control: Control) -> None:
-    part = agent_pb2.Snapshot(step=5, requests=[agent_pb2.RequestOpened(slot=1, request_id="a")], continues=True)
-    async with call_to(control.target) as call:
-        await call.write(agent_pb2.ConnectRequest(hello=hello()))
-        await call.write(agent_pb2.ConnectRequest(snapshot=part))
-        await call.write(agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=6, steps=1)))
-        code, text = await failure(call)
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "must not come before the last part of the snapshot of step 5" in text

@@ -16,7 +16,7 @@ from meridian_control.capabilities.order.stream import Order
 from meridian_control.engine.freeze_state import Freeze, FreezeState, Match
 from meridian_control.engine.report_intake import Intake
 from meridian_control.engine.settings_delivery import Delivery
-from tests.contract.streams import bad_slot, call_to, failure
+from tests.contract.streams import call_to, failure
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
 
@@ -100,18 +100,6 @@ async def test_a_bug_of_ours_is_no_fault_of_the_agent(
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.exc_info is not None
     assert f"engine {SICK}" in str(getattr(record.exc_info[1], "__notes__", ""))
-
-
-async def test_what_breaks_the_contract_is_the_agents_fault(control: Control, caplog: pytest.LogCaptureFixture) -> None:
-    async with call_to(control.target) as call:
-        await opened(call, SICK)
-        await call.write(bad_slot())
-        code, text = await failure(call)
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert text.startswith("step slot must be below")
-    assert control.fleet.stream_ends == {"invalid_request": 1}
-    assert control.parts.gate.faults.counts == {"invalid_request": 1}
-    assert tracebacks(caplog) == []
 
 
 @pytest.mark.parametrize("what", ["policy", "freeze"])

@@ -115,8 +115,12 @@ async def test_a_budget_shortens_requests_until_it_is_raised(control: Control) -
             assert (late.slot, FLOOR_TOKENS) in engine.caps()
 
             life = json.loads((await run("explain", "a", "-o", "json", server=control.target)).stdout)["life"]
-            named = [event["decision"].get("budget") for event in life["events"] if event["kind"] == "decision"]
-            assert named.count("acme") == 2
+            made = [event["decision"] for event in life["events"] if event["kind"] == "decision"]
+            named = [each for each in made if each.get("budget") == "acme"]
+            assert [(each["kind"], each["reason"], each["comparisons"][0]["limit_name"]) for each in named] == [
+                ("cap", "budget", f"budget acme in stage {stage}") for stage in ("lower_cap", "floor")
+            ]
+            assert named[-1]["outcome"] == "OUTCOME_APPLIED"
             rows = (await run("budgets", server=control.target)).stdout.splitlines()
             assert [row.split()[0:3] for row in rows[1:3]] == [
                 ["acme", "tenant=acme", "floor"],

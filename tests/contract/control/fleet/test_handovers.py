@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.capabilities.handover.fleet import FleetHandovers
@@ -82,7 +83,12 @@ async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Co
             assert [life.request_id for life in answer.related] == [other]
             lives = {life.request_id: life for life in (answer.life, *answer.related)}
             (decision,) = [e.decision for e in lives["on-a"].events if e.decision.kind == "hand_over"]
-            assert (decision.hand_over.result, decision.detail) == ("handed_over", "10 blocks")
+            handed = decision.hand_over
+            assert (decision.reason, decision.outcome, decision.detail) == ("kv_pressure", APPLIED, "10 blocks")
+            assert (handed.engine_id, handed.blocks, handed.result) == ("b", 10, "handed_over")
+            compared = {row.signal: row.value for row in decision.comparisons}
+            assert compared == {"blocks": 10, "thinking_kv_used": pytest.approx(0.95), "answering_kv_used": 0}
+            assert lives["on-a"].events[-1].detail == "handed_over"
         listed = {e.engine_id: e for e in (await fleet.ListEngines(fleet_pb2.ListEnginesRequest())).engines}
         assert (listed["a"].pool, listed["b"].pool) == ("thinking", "answering")
         assert dict(listed["a"].handovers) == {"handed_over": 1}

@@ -88,7 +88,8 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
             await begin(control, other, "batch")
             with caplog.at_level(logging.INFO):
                 shown = await stepped.level(4, SLOW_MS, engine, other)
-                await control.fleet.part(FleetPressure).tick()
+                for _ in range(2):
+                    await control.fleet.part(FleetPressure).tick()
             thinks = engine.engine.live["think-pressed"]
             while not thinks.state.output_tokens:
                 await stepped.step(SLOW_MS, engine, other)
@@ -100,7 +101,7 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
             assert (first.level_before, first.level, second.level) == (0, 2, 4)
             assert first.reading.measured >= SLOW_MS > 2 * first.reading.limit
             logged = [record.getMessage() for record in caplog.records if "pressure chat" in record.getMessage()]
-            assert len(logged) == 2
+            assert len(logged) == 2, "each change is logged once"
             numbers = f"output_itl_p99_ms is {first.reading.measured:.4g}, limit 40, {first.reading.samples} samples"
             assert logged[0] == f"pressure chat on engine pressed: level 0 to 2, {numbers}"
 
@@ -115,6 +116,10 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
                 4,
                 "BUDGET_STAGE_LOWER_CAP",
             )
+            lowered, target = cap["comparisons"]
+            assert (lowered["value"], lowered["limit_name"]) == (20, "pressure chat in stage lower_cap")
+            assert (target["signal"], target["operator"], target["limit"]) == ("output_itl_p99_ms", ">", 40)
+            assert target["value"] == cap["pressure"]["reading"]["measured"] >= SLOW_MS
             rows = (await run("pressure", server=control.target)).stdout.splitlines()
             assert sorted(row.split()[:3] for row in rows[1:]) == [["other", "chat", "0/6"], ["pressed", "chat", "4/6"]]
             (only,) = json.loads(
@@ -125,6 +130,7 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
             assert told["meridian_pressure_level"] == [(("chat",), 4)]
             assert told["meridian_pressure_engines"] == [(("chat",), 1)]
             assert dict(told["meridian_pressure_changes_total"])["chat", "shortened"] == 2
+            assert dict(told["meridian_pressure_missed_windows_total"])["chat", "output_itl_p99_ms"] >= 3
 
             await stepped.level(2, FAST_MS, engine)
             engine.open("late", tenant="chat")

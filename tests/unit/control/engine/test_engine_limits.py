@@ -49,17 +49,6 @@ def test_other_engines_keep_the_policys_own_limits() -> None:
     assert sent(made) == {"max_num_active_seqs": 64}
 
 
-def test_an_engine_keeps_its_policy_if_it_cannot_change_a_limit() -> None:
-    fixed = agent_pb2.EngineLimit(startup=8, highest=8, refusal="vLLM 0.30.0 lacks: x")
-    made = small(engine_limits=agent_pb2.EngineLimits(max_num_active_seqs=fixed))
-    before = len(made.responses)
-    made.apply(policy(override=[SMALL]))
-    assert len(made.responses) == before
-    assert (made.session.revision, made.session.acked_revision) == (2, 1)
-    assert made.session.nack_error == "the engine cannot change engine.max_num_active_seqs: vLLM 0.30.0 lacks: x"
-    assert shown(made) == [("max", 0, 8)]
-
-
 def test_refused_settings_leave_the_limits_as_they_are() -> None:
     made = small()
     made.apply(policy(override=[SMALL]))

@@ -10,9 +10,6 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core import tracker
 from meridian_control.engine.freeze_state import Freeze, Match
-from meridian_control.fleet.status_messages import request_views
-from meridian_control.journal.messages import explain_request
-from meridian_control.journal.request_ids import is_called
 from tests.fakes.agent import ALL, FakeAgent
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.tables import policy
@@ -62,30 +59,6 @@ def test_an_operator_ends_thinking_whatever_the_policy_is(held: Policy) -> None:
     assert totals.settled["force/operator", "applied"] == 1
     assert totals.answers.keys().isdisjoint({"unended"})
     assert made.balanced()
-
-
-def test_the_life_of_the_request_shows_the_end_and_the_operators_reason() -> None:
-    made = stream()
-    made.open("chatcmpl-mine-9f", answer=3)
-    made.step(3)
-    made.end("chatcmpl-mine-9f", "a customer waits")
-    made.step(8)
-    asked = fleet_pb2.ExplainRequestRequest(request_id="mine")
-    life = explain_request(made.log, request_views(made.session), asked).life
-    (force,) = [e.decision for e in life.events if e.decision.kind == "force"]
-    assert (force.reason, force.operator_reason, force.outcome) == ("operator", "a customer waits", APPLIED)
-    assert (force.shadow, force.signals.think_tokens, list(force.comparisons)) == (False, 3, [])
-    assert [e.detail for e in life.events if e.kind == "think_end"] == ["operator"]
-    (closed,) = [e for e in life.events if e.kind == "closed"]
-    assert closed.detail == "stop"
-
-
-def test_an_unknown_request() -> None:
-    made = stream()
-    made.open("a")
-    made.step()
-    assert made.session.on_end_thinking("b", "", made.now) is None
-    assert made.session.totals.decisions["force/operator"] == 0
 
 
 HELLOS: dict[str, dict[str, Any]] = {
@@ -223,16 +196,6 @@ def test_a_freeze_drops_the_end_and_the_request_can_be_ended_after_it() -> None:
     assert made.balanced()
 
 
-def test_an_end_without_an_outcome_is_closed_with_the_stream() -> None:
-    made = stream()
-    made.open("a")
-    made.step(3)
-    first = made.end("a")
-    made.session.close(made.now)
-    assert first.decision is not None
-    assert first.decision.outcome == OFF
-
-
 def test_the_model_ends_thinking_first() -> None:
     made = stream()
     made.open("a", think=3)
@@ -252,18 +215,3 @@ def test_the_model_ends_thinking_first() -> None:
     assert ended.decision.outcome == agent_pb2.OUTCOME_ENDED_NATURALLY
     assert (made.session.totals.ends["natural"], made.session.totals.ends["operator"]) == (1, 0)
     assert made.end("a").decision is ended.decision
-
-
-@pytest.mark.parametrize(
-    ("own", "asked", "fits"),
-    [
-        ("chatcmpl-mine-9f", "mine", True),
-        ("chatcmpl-mine-9f", "chatcmpl-mine-9f", True),
-        ("chatcmpl-mine-9f", "mine-9f", True),
-        ("chatcmpl-mine-9f", "min", False),
-        ("mine-9f", "mine", True),
-        ("a", "", False),
-    ],
-)
-def test_a_request_by_its_own_id_or_the_clients_part(own: str, asked: str, fits: bool) -> None:
-    assert is_called(own, asked) is fits

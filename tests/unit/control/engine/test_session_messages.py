@@ -406,11 +406,6 @@ def test_an_engine_that_says_too_much_of_itself() -> None:
         Session("s", hello(fault="x" * 70_000), NOW, parts=STREAM_PARTS)
 
 
-def test_an_engine_without_a_name() -> None:
-    with pytest.raises(InvalidRequest, match="engine_id must not be empty"):
-        Session("s", hello(""), NOW, parts=STREAM_PARTS)
-
-
 def test_no_rows_of_a_report_are_kept_once_it_is_answered() -> None:
     """A fleet's newest reports would take more memory than its requests."""
     made = stream(policy(entropy=CALIBRATED))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import re
@@ -35,9 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POLICIES = ROOT / "tests" / "data" / "policies"
-# A policy as 0.3.0 stored it, with removed fields, and the message that its meridianctl sends for an empty file.
+# A policy as 0.3.0 stored it, with removed fields.
 STORED = (POLICIES / "stored-0.3.0.toml").read_text()
-DEFAULT = base64.b64decode((POLICIES / "default-0.3.0.b64").read_text())
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 KINDS = descriptor_pb2.FieldDescriptorProto
 TYPES = {bool: KINDS.TYPE_BOOL, int: KINDS.TYPE_INT32, float: KINDS.TYPE_DOUBLE, list: KINDS.TYPE_STRING}
@@ -133,15 +131,6 @@ def with_override() -> policy_pb2.Policy:
 def test_a_message_with_its_default_means_the_same_without_it(section: str, name: str, in_override: bool) -> None:
     made = message_of(section, name, REMOVED[section, name].default, in_override=in_override)
     assert from_proto(made) == from_proto(with_override() if in_override else policy_pb2.Policy())
-
-
-def test_an_older_client_sends_every_field_with_its_default() -> None:
-    message = policy_pb2.Policy.FromString(DEFAULT)
-    # The default of the answer reserve was 0.
-    none_reserved = "scheduler.answer_reserve_tokens = 0"
-    assert from_proto(message) == parse_toml(none_reserved)
-    message.scheduler.max_think_tokens = 999
-    assert from_proto(message) == parse_toml(f"{none_reserved}\nscheduler.max_think_tokens = 999")
 
 
 def test_other_numbers_and_other_sections_have_no_such_field() -> None:

@@ -81,22 +81,6 @@ async def test_replicas_see_the_usage_of_all_and_their_stages_fall_as_time_passe
     assert one.stages == {}
 
 
-async def test_unsaved_tokens_count_for_the_stage_and_are_kept() -> None:
-    store, one = Shared(), replica()
-    one.add_tokens({"a": 200})
-    await store.share(one)
-    store.away = True
-    one.add_tokens({"a": 250})
-    with pytest.raises(StoreUnavailable):
-        await one.share(store, NOW)  # type: ignore[arg-type]
-    one.find_stages(NOW)
-    assert (one.stages, one.unsaved_tokens) == ({"a": LOWER_CAP}, 250)
-    assert one.messages([OWN], NOW)[0].unsaved_tokens == 250
-    store.away = False
-    await store.share(one)
-    assert (store.accounts["a"].used_tokens, one.unsaved_tokens) == (450, 0)
-
-
 async def run(store: Shared, replicas: list[FleetBudgets], begin_s: int, seconds: int, tokens: int) -> None:
     """Exchange every second; each replica counts `tokens` in each second."""
     for second in range(begin_s, begin_s + seconds):

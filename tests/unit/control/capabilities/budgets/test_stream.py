@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from meridian.v1 import agent_pb2, fleet_pb2
+from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.capabilities.budgets.charges import OTHERS, Carried
@@ -14,7 +14,6 @@ from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.session import Session
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
-from meridian_control.journal.messages import explain_request
 from tests.fakes.engine import TEXT
 from tests.fakes.parts import parts
 from tests.fakes.sentences import ends_by_id
@@ -52,16 +51,6 @@ def closable(first: Policy) -> Stream:
     return made
 
 
-def caps(made: Stream) -> dict[str, int]:
-    """Return the caps in force on the agent, by request."""
-    live = made.agent.engine.live.values()
-    return {one.info.request_id: one.cap.max_think_tokens for one in live if one.cap is not None}
-
-
-def life(made: Stream, request_id: str) -> fleet_pb2.RequestLife:
-    return explain_request(made.log, [], fleet_pb2.ExplainRequestRequest(request_id=request_id)).life
-
-
 # -------------------------------------------------------------------------------------------------------------- stages
 
 
@@ -73,7 +62,7 @@ def test_caps_fall_and_rise_with_the_stages() -> None:
     made.open("other", tenant="else")
     made.step(3)
     whole = {"ours": 100, "floored": 100, "small": 9, "other": 100}
-    assert caps(made) == whole
+    assert made.caps() == whole
     for stage, cap, floored in ((SOFT_CLOSE, 100, 100), (LOWER_CAP, 20, 20), (FLOOR, 4, 12), (UNSHORTENED, 100, 100)):
         made.stages(acme=stage)
         if stage == FLOOR:
@@ -81,25 +70,11 @@ def test_caps_fall_and_rise_with_the_stages() -> None:
             made.open("ours2", tenant="acme")
         said = made.step()
         wanted = {"ours": cap, "floored": floored, "small": 9 if cap >= 9 else 4, "other": 100}
-        told = {name.removesuffix("2"): limit for name, limit in caps(made).items()}
+        told = {name.removesuffix("2"): limit for name, limit in made.caps().items()}
         assert told == wanted
         assert all(cap.slot != made.agent.engine.live["other"].slot for cap in said.caps)
     assert made.step(5).caps == [], "nothing is sent until a stage changes"
     assert made.balanced()
-
-
-def test_a_running_request_ends_at_once_when_its_cap_falls_below_its_thinking() -> None:
-    made = stream(budgeted())
-    made.open("a", tenant="acme")
-    made.step(50)
-    made.stages(acme=LOWER_CAP)
-    made.step(3)
-    assert made.session.totals.ends["hard_cap"] == 1
-    decisions = [event.decision for event in life(made, "a").events if event.decision.reason == "budget"]
-    assert [(d.kind, d.budget, d.budget_stage) for d in decisions] == [("cap", "acme", LOWER_CAP)]
-    assert decisions[0].outcome == agent_pb2.OUTCOME_APPLIED
-    (compared,) = decisions[0].comparisons
-    assert (compared.value, compared.limit_name) == (20, "budget acme in stage lower_cap")
 
 
 def test_soft_close_begins_earlier_and_names_the_budget() -> None:
@@ -108,12 +83,12 @@ def test_soft_close_begins_earlier_and_names_the_budget() -> None:
     made.open("ours", tenant="acme")
     made.open("other", tenant="else")
     made.step(100)
-    closed = life(made, "ours")
+    closed = made.life("ours")
     (force,) = [event.decision for event in closed.events if event.decision.kind == "force"]
     assert (force.reason, force.budget, force.budget_stage) == ("soft_close", "acme", SOFT_CLOSE)
     assert force.comparisons[0].limit_name == "budget acme in stage soft_close"
     assert force.signals.think_tokens >= 10
-    assert not [event for event in life(made, "other").events if event.decision.kind == "force"]
+    assert not [event for event in made.life("other").events if event.decision.kind == "force"]
 
 
 def test_soft_close_names_the_budget_that_lets_it_begin() -> None:
@@ -124,7 +99,7 @@ def test_soft_close_names_the_budget_that_lets_it_begin() -> None:
     made.stages(early=SOFT_CLOSE, strict=LOWER_CAP)
     made.open("ours")
     made.step(600)
-    cap, force = [e.decision for e in life(made, "ours").events if e.decision.reason in ("budget", "soft_close")]
+    cap, force = [e.decision for e in made.life("ours").events if e.decision.reason in ("budget", "soft_close")]
     assert (cap.budget, cap.budget_stage) == ("strict", LOWER_CAP)
     assert (force.budget, force.budget_stage) == ("early", SOFT_CLOSE)
 
@@ -134,7 +109,7 @@ def test_a_soft_close_of_the_policy_names_no_budget() -> None:
     made.stages(acme=LOWER_CAP)
     made.open("ours", tenant="acme")
     made.step(60)
-    (force,) = [event.decision for event in life(made, "ours").events if event.decision.kind == "force"]
+    (force,) = [event.decision for event in made.life("ours").events if event.decision.kind == "force"]
     assert (force.reason, force.budget) == ("soft_close", "")
     assert force.comparisons[0].limit_name == "scheduler.soft_think_tokens"
 
@@ -145,7 +120,7 @@ def test_an_extended_cap_names_the_budget() -> None:
     made.stages(acme=LOWER_CAP)
     made.open("a", tenant="acme", min_think_tokens=25)
     made.step(20)
-    extended = [event.decision for event in life(made, "a").events if event.decision.reason == "empty_answer"]
+    extended = [event.decision for event in made.life("a").events if event.decision.reason == "empty_answer"]
     (cap,) = [d for d in extended if d.kind == "cap"]
     assert (cap.budget, cap.comparisons[0].value, cap.comparisons[0].limit) == ("acme", 50, 50)
 
@@ -220,7 +195,7 @@ def test_a_scheduler_in_shadow_shadows_its_budgets() -> None:
     made.open("a", tenant="acme")
     made.step(50)
     assert made.session.totals.ends["hard_cap_shadowed"] == 0
-    assert [event.decision.shadow for event in life(made, "a").events if event.decision.reason == "budget"] == [True]
+    assert [event.decision.shadow for event in made.life("a").events if event.decision.reason == "budget"] == [True]
     assert made.agent.engine.live["a"].state.think_tokens == 50
 
 
@@ -230,7 +205,7 @@ def test_stages_that_come_before_the_policy_hold() -> None:
     made.apply(budgeted())
     made.open("a", tenant="acme")
     made.step()
-    assert caps(made) == {"a": 20}
+    assert made.caps() == {"a": 20}
 
 
 # --------------------------------------------------------------------------------------------------------------- usage

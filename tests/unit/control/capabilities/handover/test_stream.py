@@ -8,17 +8,12 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.control_group.stream import ControlGroup
-from meridian_control.capabilities.handover.results import CLIENT_GONE, FINISHED, HANDED_OVER, RECOMPUTED, Handovers
+from meridian_control.capabilities.handover.results import CLIENT_GONE, FINISHED, Handovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
-from meridian_control.capabilities.listed import STREAM_PARTS
-from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.errors import InvalidRequest
-from meridian_control.engine.session import Session
-from meridian_control.engine.step_cost import WARM_STEPS
-from meridian_control.journal.messages import explain_request, refs_in, related_lives
 from meridian_control.policy.model import Policy
 from tests.fakes.parts import engine_view
-from tests.unit.control.capabilities.handover.engines import ANSWERING, BOTH, NOW, HandMade, answering, disagg, hello
+from tests.unit.control.capabilities.handover.engines import ANSWERING, BOTH, HandMade, answering, disagg, hello
 
 APPLIED, SHADOWED = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED
 REFUSED, SUPERSEDED = agent_pb2.OUTCOME_REFUSED, agent_pb2.OUTCOME_SUPERSEDED
@@ -41,10 +36,6 @@ def continued(engine: HandMade, ref: str, tokens: int = 160, slot: int = 0) -> N
     engine.report(opened=[engine.opened(slot, **opened)])
     told = agent_pb2.ContinuedColumns(slot=[slot], transferred_tokens=[tokens], first_token_ms=[31.0])
     engine.report(continued=told)
-
-
-def life(made: HandMade, request_id: str) -> fleet_pb2.RequestLife:
-    return explain_request(made.log, [], fleet_pb2.ExplainRequestRequest(request_id=request_id)).life
 
 
 # ------------------------------------------------------------------------------------------------------------ decisions
@@ -127,27 +118,6 @@ def test_a_refused_handover_is_not_repeated() -> None:
     assert [m.slot for m in made.report(opened=[made.opened(1)], kv_used=0.95)] == [1]
 
 
-def test_a_session_replays_its_handovers_from_its_inputs() -> None:
-    made = pressed()
-    made.report(opened=[made.opened(slot, 100 + 40 * slot) for slot in range(5)], kv_used=0.95)
-    made.pool(answering(kv_used=0.95), answering("c", kv_used=0.3))
-    for _ in range(WARM_STEPS):
-        made.report(kv_used=0.9)
-    made.pool()
-    made.report(kv_used=0.9)
-    recorded = {d.decision_id: (d.kind, d.reason) for d in made.session.open_decisions.values()}
-    session = Session("s-a", made.said, NOW, parts=STREAM_PARTS)
-    for now, given in made.trace:
-        if isinstance(given, agent_pb2.ConnectRequest):
-            session.on_message(given, now)
-        elif given and isinstance(given[0], int):
-            session.on_policy(*given)
-        else:
-            session.part(EngineHandovers).pool = tuple(given)
-    assert {d.decision_id: (d.kind, d.reason) for d in session.open_decisions.values()} == recorded
-    assert {reason for _, reason in recorded.values()} == {"kv_pressure", "taken_back"}
-
-
 # --------------------------------------------------------------------------------------------------------------- shadow
 
 
@@ -167,30 +137,6 @@ def test_a_shadow_sums_up_what_handovers_would_have_cost_and_saved() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- results
-
-
-@pytest.mark.parametrize(("tokens", "result"), [(160, HANDED_OVER), (0, RECOMPUTED)])
-def test_both_engines_tell_the_same_story(tokens: int, result: str) -> None:
-    results = Handovers()
-    a = pressed(results=results)
-    b = HandMade(disagg(), hello("b", ANSWERING), results, a.log)
-    (move,) = a.report(opened=[a.opened()], kv_used=0.95)
-    a.report(**outcome(move.decision_id, APPLIED, "10 blocks"), **a.end_of_thinking(handed_over=True))
-    continued(b, move.ref, tokens)
-    told = life(a, "a0")
-    (decision,) = [event.decision for event in told.events if event.decision.kind == "hand_over"]
-    assert (decision.reason, outcome_name(decision.outcome), decision.detail) == ("kv_pressure", "applied", "10 blocks")
-    assert (decision.hand_over.engine_id, decision.hand_over.blocks, decision.hand_over.result) == ("b", 10, result)
-    assert {c.signal: c.value for c in decision.comparisons} == {
-        "blocks": 10,
-        "thinking_kv_used": pytest.approx(0.95),
-        "answering_kv_used": 0,
-    }
-    assert told.events[-1].detail == "handed_over"
-    assert refs_in(told) == refs_in(life(a, "b0")) == [move.ref]
-    assert {one.request_id for one in related_lives(a.log, [move.ref]).related} == {"a0", "b0"}
-    assert results.total() == {result: 1}
-    assert engine_view(a.session).handovers == {result: 1}
 
 
 def test_the_thinking_engine_may_finish_the_request_itself() -> None:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from meridian.v1 import agent_pb2, fleet_pb2
+from meridian.v1 import agent_pb2
 
 from meridian_agent.core import tracker
 from meridian_control.capabilities.control_group.rule import held_out
@@ -16,7 +16,6 @@ from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
-from meridian_control.journal.messages import explain_request
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, Stream, stream
 
@@ -67,43 +66,11 @@ def counted(made: Stream, metric: str) -> dict[tuple[str, ...], int]:
     return {labels: count for (name, labels), count in made.session.totals.counted.items() if name == metric}
 
 
-def caps(made: Stream) -> dict[str, int]:
-    """Return the caps in force on the agent, by request."""
-    live = made.agent.engine.live.values()
-    return {one.info.request_id: one.cap.max_think_tokens for one in live if one.cap is not None}
-
-
 def readings(made: Stream, name: str = "chat") -> dict[str, Reading]:
     return {reading.target: reading for reading in made.session.part(EnginePressure).readings[name]}
 
 
-def life(made: Stream, request_id: str) -> fleet_pb2.RequestLife:
-    return explain_request(made.log, [], fleet_pb2.ExplainRequestRequest(request_id=request_id)).life
-
-
 # ------------------------------------------------------------------------------------------------------------ shortened
-
-
-def test_thinking_yields_while_answers_are_slow_and_is_restored_after() -> None:
-    made = answering(pressed())
-    made.open("ours", 10_000, tenant="chat")
-    made.open("floored", 10_000, tenant="chat", min_think_tokens=12)
-    made.open("other", 10_000, tenant="batch")
-    made.step(2)
-    assert caps(made) == {**dict.fromkeys(ANSWERS, 100), "ours": 100, "floored": 100, "other": 100}
-    seconds(made, 1.2, SLOW_MS)
-    assert level(made) == 2
-    seconds(made, 2, SLOW_MS)
-    assert level(made) == 4
-    made.open("new", 10_000, tenant="chat", min_think_tokens=12)
-    seconds(made, 2, SLOW_MS)
-    assert level(made) == 6
-    live = made.agent.engine.live
-    assert (caps(made)["new"], caps(made)["other"]) == (12, 100)
-    assert live["ours"].state.think_tokens < 100, "a request that has thought longer than its cap ends at once"
-    seconds(made, 5, FAST_MS)
-    assert level(made) == 5
-    assert made.balanced()
 
 
 def test_converged_thinking_ends_only_under_pressure() -> None:
@@ -123,7 +90,7 @@ def test_converged_thinking_ends_only_under_pressure() -> None:
     assert made.session.totals.ends["eat"] == 1
     live = made.agent.engine.live
     assert live["ours"].state.think_tokens < live["other"].state.think_tokens, "only requests under pressure end"
-    (end,) = [e.decision for e in life(made, "ours").events if e.decision.kind == "force" and not e.decision.shadow]
+    (end,) = [e.decision for e in made.life("ours").events if e.decision.kind == "force" and not e.decision.shadow]
     assert (end.reason, end.pressure.name, end.pressure.level) == ("eat", "chat", 2)
     assert any(row.limit_name == "pressure chat output_itl_p99_ms" for row in end.comparisons)
     while level(made):
@@ -149,7 +116,7 @@ def test_an_end_that_pressure_allows_names_it_beside_a_stricter_budget() -> None
     made.step(2)
     seconds(made, 1.2, SLOW_MS)
     assert level(made) == 2
-    (end,) = [e.decision for e in life(made, "ours").events if e.decision.kind == "force" and not e.decision.shadow]
+    (end,) = [e.decision for e in made.life("ours").events if e.decision.kind == "force" and not e.decision.shadow]
     assert (end.reason, end.budget, end.pressure.name, end.budget_stage) == ("eat", "", "chat", SOFT_CLOSE)
 
 
@@ -178,43 +145,13 @@ def test_pressure_leaves_the_control_group_in_shadow(shadow: bool) -> None:
     assert {name for name, live in made.agent.engine.live.items() if counted[live.slot]} == control
 
 
-def test_one_record_for_each_change_has_its_numbers() -> None:
-    made = answering(pressed())
-    seconds(made, 3.2, SLOW_MS)
-    (told,) = made.session.part(EnginePressure).messages()
-    assert [(change.level_before, change.level) for change in told.changes] == [(2, 4), (0, 2)]
-    first = told.changes[-1].reading
-    assert (first.target, first.limit, told.level, told.shadow) == ("output_itl_p99_ms", 40, 4, False)
-    assert SLOW_MS <= first.measured <= 1.1 * SLOW_MS
-    assert 15 <= first.samples <= 30
-    assert counted(made, CHANGES_TOTAL) == {("chat", "shortened"): 2}
-    assert counted(made, MISSED_TOTAL)["chat", "output_itl_p99_ms"] == 3
-    unlogged = made.session.part(EnginePressure).take_unlogged()
-    assert [change.level for change in unlogged] == [2, 4]
-    assert made.session.part(EnginePressure).take_unlogged() == []
-
-
-def test_explain_names_the_pressure_that_shortened_a_request() -> None:
-    made = answering(pressed())
-    made.open("a", 10_000, tenant="chat")
-    seconds(made, 3.2, SLOW_MS)
-    decisions = [event.decision for event in life(made, "a").events if event.decision.reason == "pressure"]
-    assert [(d.kind, d.budget, d.budget_stage, d.pressure.name) for d in decisions] == [("cap", "", LOWER_CAP, "chat")]
-    (decision,) = decisions
-    assert (decision.pressure.level_before, decision.pressure.level) == (2, 4)
-    cap, target = decision.comparisons
-    assert (cap.value, cap.limit_name) == (20, "pressure chat in stage lower_cap")
-    assert (target.signal, target.operator, target.limit) == ("output_itl_p99_ms", ">", 40)
-    assert target.value == decision.pressure.reading.measured >= SLOW_MS
-
-
 def test_those_that_gain_least_are_shortened_a_level_earlier() -> None:
     made = answering(pressed({**CHAT, "output_itl_p99_ms": 90.0, "max_think_tokens": 30}, max_think_tokens=10_000))
     for name in ("long", "middle", "short"):
         made.open(name, 100_000, tenant="chat", own_cap=None)
         made.step(3)
     seconds(made, 1.2, SLOW_MS)
-    assert (level(made), caps(made)["long"]) == (1, 10_000)
+    assert (level(made), made.caps()["long"]) == (1, 10_000)
     made.session.part(EnginePressure).set_levels({"chat": 3})
     made.apply(pressed({**CHAT, "output_itl_p99_ms": 120.0, "max_think_tokens": 30}, max_think_tokens=10_000))
     seconds(made, 1.2, SLOW_MS)
@@ -278,10 +215,10 @@ def test_pressure_in_shadow_only_measures_and_compares() -> None:
     made.open("other", 40, tenant="batch")
     seconds(made, 5.2, SLOW_MS)
     assert level(made) == 6
-    assert caps(made)["a"] == 100
+    assert made.caps()["a"] == 100
     (row,) = [row for row in made.session.shadow.messages() if row.section == "pressure" and not row.reason]
     assert (row.requests, row.think_tokens, row.would_end) == (3, 42, 1)
-    assert not [event for event in life(made, "a").events if event.decision.reason == "pressure"]
+    assert not [event for event in made.life("a").events if event.decision.reason == "pressure"]
 
 
 def test_a_budget_and_pressure_together_take_the_stricter() -> None:
@@ -303,14 +240,14 @@ def test_a_budget_and_pressure_together_take_the_stricter() -> None:
     made.stages(acme=LOWER_CAP)
     made.open("a", 10_000, tenant="chat")
     made.step(2)
-    assert caps(made)["a"] == 15
+    assert made.caps()["a"] == 15
     made.stages(acme=FLOOR)
     made.step(1)
-    assert caps(made)["a"] == 4
+    assert made.caps()["a"] == 4
     made.stages()
     made.open("b", 10_000, tenant="chat")
     made.step(2)
-    assert caps(made)["b"] == 20
+    assert made.caps()["b"] == 20
 
 
 # ------------------------------------------------------------------------------------------------------------- measured
@@ -482,7 +419,7 @@ def test_an_idle_engine_is_restored_by_the_time_that_passes() -> None:
     made.open("b", 10_000, tenant="chat")
     made.step(2)
     assert level(made) == 0
-    assert caps(made)["b"] == 100
+    assert made.caps()["b"] == 100
 
 
 def test_a_changed_policy_finds_an_idle_engine_restored() -> None:
@@ -494,7 +431,7 @@ def test_a_changed_policy_finds_an_idle_engine_restored() -> None:
     made.apply(pressed({**CHAT, "max_think_tokens": 30}))
     made.open("a", 10_000, tenant="chat")
     made.step(2)
-    assert (level(made), caps(made)["a"]) == (0, 100)
+    assert (level(made), made.caps()["a"]) == (0, 100)
 
 
 def test_an_idle_engine_forgets_its_misses() -> None:
