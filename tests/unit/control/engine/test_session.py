@@ -106,66 +106,41 @@ def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) ->
 
 
 @pytest.mark.parametrize(
-    ("sections", "merged"),
+    ("what", "sections", "merged"),
     [
-        ({}, True),
-        ({"scheduler": {"max_think_tokens": 128}}, True),
-        ({"scheduler": {"max_think_tokens": 127}}, False),
-        ({"override": [{"tenant": "t", "entropy": {"enabled": False}}]}, True),
-        ({"override": [{"tenant": "t", "scheduler": {"max_think_tokens": 128}}]}, True),
-        ({"override": [{"tenant": "t", "scheduler": {"max_think_tokens": 127}}]}, False),
-        ({"budget": [{"name": "b", "tokens_per_day": 10}]}, False),
-        ({"pressure": [{"name": "p", "ttot_p99_ms": 10}]}, False),
-        ({"disagg": {"enabled": True}}, False),
+        ("openings", {}, True),
+        ("openings", {"scheduler": {"max_think_tokens": 128}}, True),
+        ("openings", {"scheduler": {"max_think_tokens": 127}}, False),
+        ("openings", {"override": [{"tenant": "t", "entropy": {"enabled": False}}]}, True),
+        ("openings", {"override": [{"tenant": "t", "scheduler": {"max_think_tokens": 128}}]}, True),
+        ("openings", {"override": [{"tenant": "t", "scheduler": {"max_think_tokens": 127}}]}, False),
+        ("openings", {"budget": [{"name": "b", "tokens_per_day": 10}]}, False),
+        ("openings", {"pressure": [{"name": "p", "ttot_p99_ms": 10}]}, False),
+        ("openings", {"disagg": {"enabled": True}}, False),
+        ("answers", {}, True),
+        ("answers", {"scheduler": {"strategy": "stock", "output_tpot_budget_ms": 9}}, True),
+        ("answers", {"scheduler": {"enabled": False, "strategy": "reasoning_first"}}, True),
+        ("answers", {"scheduler": {"output_tpot_budget_ms": 9}}, False),
+        ("answers", {"scheduler": {"think_tpot_budget_ms": 9}}, False),
+        ("answers", {"scheduler": {"strategy": "reasoning_first"}}, False),
+        ("answers", {"scheduler": {"strategy": "deadline"}}, False),
+        ("loops", {}, True),
+        ("loops", {"loop": {"enabled": False, "shadow": False}}, True),
+        ("loops", {"loop": {"shadow": False}}, False),
+        ("unmeasured", {}, True),
+        ("unmeasured", {"entropy": {"enabled": False}}, True),
+        ("unmeasured", {"telemetry": {"report_interval_steps": 24}}, False),
+        ("unmeasured", {"entropy": {"shadow": False}}, False),
+        ("unmeasured", {"scheduler": {"soft_think_tokens": 9}}, False),
+        ("unmeasured", {"scheduler": {"max_think_tokens": 127}}, False),
+        ("unmeasured", {"scheduler": {"output_tpot_budget_ms": 9}}, False),
+        ("unmeasured", {"disagg": {"enabled": True}}, False),
     ],
 )
-def test_whether_openings_wait_for_further_steps(sections: dict[str, Any], merged: bool) -> None:
+def test_what_waits_for_further_steps(what: str, sections: dict[str, Any], merged: bool) -> None:
+    """Openings, the beginning of an answer, a loop that was found, and steps of which nothing is measured."""
     (response,) = Stream().session.on_policy(1, policy(**sections))
-    assert response.settings.merge_openings is merged
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "merged"),
-    [
-        ({}, True),
-        ({"strategy": "stock", "output_tpot_budget_ms": 9}, True),
-        ({"enabled": False, "strategy": "reasoning_first"}, True),
-        ({"output_tpot_budget_ms": 9}, False),
-        ({"think_tpot_budget_ms": 9}, False),
-        ({"strategy": "reasoning_first"}, False),
-        ({"strategy": "deadline"}, False),
-    ],
-)
-def test_whether_the_beginning_of_an_answer_waits_for_further_steps(scheduler: dict[str, Any], merged: bool) -> None:
-    (response,) = Stream().session.on_policy(1, policy(scheduler=scheduler))
-    assert response.settings.merge_answers is merged
-
-
-@pytest.mark.parametrize(
-    ("loop", "merged"),
-    [({}, True), ({"enabled": False, "shadow": False}, True), ({"shadow": False}, False)],
-)
-def test_whether_a_report_ends_with_the_step_that_found_a_loop(loop: dict[str, Any], merged: bool) -> None:
-    (response,) = Stream().session.on_policy(1, policy(loop=loop))
-    assert response.settings.merge_loops is merged
-
-
-@pytest.mark.parametrize(
-    ("sections", "merged"),
-    [
-        ({}, True),
-        ({"entropy": {"enabled": False}}, True),
-        ({"telemetry": {"report_interval_steps": 24}}, False),
-        ({"entropy": {"shadow": False}}, False),
-        ({"scheduler": {"soft_think_tokens": 9}}, False),
-        ({"scheduler": {"max_think_tokens": 127}}, False),
-        ({"scheduler": {"output_tpot_budget_ms": 9}}, False),
-        ({"disagg": {"enabled": True}}, False),
-    ],
-)
-def test_whether_steps_wait_for_further_ones_while_nothing_is_measured(sections: dict[str, Any], merged: bool) -> None:
-    (response,) = Stream().session.on_policy(1, policy(**sections))
-    assert response.settings.merge_unmeasured is merged
+    assert getattr(response.settings, f"merge_{what}") is merged
 
 
 def test_an_engine_that_cannot_force_is_given_no_cap() -> None:
@@ -261,18 +236,6 @@ def test_nothing_is_decided_before_the_first_policy_is_applied() -> None:
     assert (made.session.acked_revision, made.session.nack_error) == (2, "")
 
 
-def test_a_refused_policy_leaves_the_last_good_one_in_force() -> None:
-    made = stream(policy(scheduler={"max_think_tokens": 600}))
-    made.agent.refuse_settings = "unknown marker"
-    made.apply(policy(scheduler={"max_think_tokens": 700}))
-    made.open("a")
-    assert [c.max_think_tokens for c in made.step().caps] == [600]
-    assert (made.session.revision, made.session.acked_revision) == (2, 1)
-    made.agent.refuse_settings = ""
-    caps = made.apply(policy(scheduler={"max_think_tokens": 800}))[-1].directives.caps
-    assert [c.max_think_tokens for c in caps] == [800]
-
-
 def test_only_the_answer_to_the_newest_settings_counts() -> None:
     made = Stream()
     old = made.session.on_policy(1, policy(scheduler={"max_think_tokens": 600}))[0].settings
@@ -310,22 +273,6 @@ def test_silence_is_broken_now_and_then() -> None:
     directives = made.step(then_ms=0)
     assert [f.name for f, _ in directives.ListFields()] == ["step"]
     assert not made.step(then_ms=0).ListFields()
-
-
-def test_a_request_with_a_cap_of_its_own() -> None:
-    made = stream(policy(scheduler={"max_think_tokens": 600}))
-    made.open("a", own_cap=5)
-    made.open("b", own_cap=5000)
-    assert [c.max_think_tokens for c in made.step().caps] == [5, 600]
-
-
-def test_the_hard_cap_ends_thinking_and_is_counted() -> None:
-    made = stream(policy(scheduler={"max_think_tokens": 6, "min_think_tokens": 0}))
-    made.open("a", answer=2)
-    made.step(9)
-    assert made.session.totals.ends == {"hard_cap": 1}
-    assert made.session.totals.outcomes["applied"] >= 2
-    assert not made.session.table.live.any()
 
 
 def test_what_comes_after_an_end_is_counted() -> None:
