@@ -375,6 +375,3 @@ async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None
             fake_control.fleet.watch_ends = True
         assert await terminal.ends() == (UNREACHABLE if how == "server gone" else OK)
         assert b"\x1b[?1049l" in terminal.shown, "the terminal's normal screen must be restored"
-
-
-# ----------------------------------------------------------------------------------------------- forms and completion

@@ -14,13 +14,6 @@ from meridian_control.offline.halves import first_half
 from meridian_control.offline.statistics import Area, mean_bound
 
 
-def test_the_bound_on_harm() -> None:
-    # For 0 harmful of n the bound is 1 - (1 - confidence) ** (1 / n), the rule of three.
-    assert binomial_upper(0, 300, 0.95) == pytest.approx(1 - 0.05 ** (1 / 300))
-    assert binomial_upper(3, 100, 0.95) == pytest.approx(0.0757, abs=1e-3)
-    assert binomial_upper(5, 5, 0.95) == 1
-
-
 def test_the_bound_on_a_mean() -> None:
     """Without harm the bound is the exact one; else it lies above the exact one for counts, and holds as often as it
     should."""

@@ -18,7 +18,7 @@ from meridian_control.common.errors import PolicyError
 from meridian_control.policy.disagg_schema import CONNECTORS
 from meridian_control.policy.drift_schema import EatBin, SignalBin
 from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
-from meridian_control.policy.formats import find, from_proto, load_config, parse_toml, to_proto, to_toml
+from meridian_control.policy.formats import find, from_proto, load_config, parse_toml, to_proto, to_stored_toml, to_toml
 from meridian_control.policy.gateway_schema import GatewayPolicy
 from meridian_control.policy.model import Override, Policy, Who
 from meridian_control.policy.schema import (
@@ -81,7 +81,7 @@ def complaints(text: str, source: str = "f.toml") -> list[str]:
 @pytest.mark.parametrize("path", ACCEPTED, ids=lambda path: path.stem)
 def test_accepts(path: Path) -> None:
     policy = load_config(path)
-    assert parse_toml(to_toml(policy)) == policy == from_proto(to_proto(policy))
+    assert parse_toml(to_toml(policy)) == parse_toml(to_stored_toml(policy)) == policy == from_proto(to_proto(policy))
 
 
 @pytest.mark.parametrize("path", REJECTED, ids=lambda path: path.stem)

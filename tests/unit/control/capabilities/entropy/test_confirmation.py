@@ -143,17 +143,6 @@ def test_a_rule_fires_at_the_nth_place_in_a_row(name: str, request: list[Token],
     assert first_end(rule(name, confirm, floor), request) == expected
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("confirm", [1, 2, 4])
-def test_the_reference_is_not_idle(name: str, confirm: int) -> None:
-    """A request whose every signal holds at every place ends at the place that confirmation asks for."""
-    calm, restless = Token(True, 0.125, 1, 0.0), Token(True, 2.0, 1, 0.0)
-    request = [calm, calm, calm, *[restless] * 9]
-    places = {"rank": 2, "rpdi": 4, "eat": WARM}
-    expected = places[name] + confirm - 1
-    assert first_end(rule(name, confirm, 0), request) == expected_end(name, confirm, 0, request) == expected
-
-
 @pytest.mark.parametrize("name", ["rank", "rpdi"])
 @given(request=TOKENS, confirm=st.integers(1, 4), cut=st.integers(0, 40))
 def test_a_rule_sees_the_same_within_a_report(name: str, request: list[Token], confirm: int, cut: int) -> None:

@@ -186,13 +186,3 @@ def test_a_queue_that_follows_with_a_delay_settles_too(load: str, seed: int) -> 
     assert changes(found) <= (0 if load == "little" else 40)
     assert changes(found[WINDOWS // 2 :]) <= 13
     assert missed <= 0.08
-
-
-def test_without_memory_square_waves_would_move_the_level() -> None:
-    """The bound above can fail: the same wave, and a controller that forgets each early fall."""
-    rng, controller, found = random.Random(1), Controller(), []
-    for number in range(WINDOWS):
-        controller.hold = FIRST_HOLD
-        busy = (2.0 if number // 10 % 2 else 0.4) * THINKING[controller.level]
-        found.append(controller.judge([at(busy**2 * rng.uniform(0.95, 1.05))]))
-    assert changes(found) > 100
