@@ -8,7 +8,6 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import pytest
 from google.protobuf.json_format import ParseDict
 from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
@@ -144,9 +143,3 @@ async def controlling(address: str, leads: bool = True) -> AsyncIterator[Control
     control = Control(store, leads)
     async with running(control):
         yield control
-
-
-async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""

@@ -7,11 +7,13 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf import descriptor_pool
 from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, policy_pb2_grpc
 
 from meridian_agent.link import credentials as agent
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
+from meridian_control.server import server as control_server
 from meridian_control.server.roles import Access
 from meridian_control.server.server_tls import server_credentials
 from meridian_control.storage.database import Database
@@ -31,6 +33,11 @@ if TYPE_CHECKING:
 # certificate and no role.
 ROLES = ("viewer", "operator", "admin", "agent")
 ACCESS = "".join(f'[[identity]]\ncn = "{role}"\nrole = "{role}"\n' for role in ROLES)
+SERVICES = (*control_server.SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
+METHODS = [
+    f"{name}/{method.name}" for name in SERVICES for method in descriptor_pool.Default().FindServiceByName(name).methods
+]
+DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 class Secured:

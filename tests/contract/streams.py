@@ -137,10 +137,15 @@ async def to_the_end(call: Any) -> None:
         pass
 
 
-async def failure(call: Any) -> tuple[grpc.StatusCode, str]:
+async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Return the status code and the text with which a call fails."""
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await to_the_end(call)
+        await call
     return raised.value.code(), raised.value.details() or ""
+
+
+async def failure(call: Any) -> tuple[grpc.StatusCode, str]:
+    return await refusal(to_the_end(call))
 
 
 def bad_slot() -> agent_pb2.ConnectRequest:

@@ -21,6 +21,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc, po
 
 from meridian_control.common.paging import MAX_PAGE_SIZE, page
 from meridian_control.server import server as control_server
+from tests.contract.streams import refusal
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import free_port, start
@@ -118,9 +119,8 @@ async def test_health_of_every_service(channel: grpc.aio.Channel) -> None:
     for name in ("", *control_server.SERVICES):
         response = await stub.Check(health_pb2.HealthCheckRequest(service=name))
         assert response.status == SERVING
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await stub.Check(health_pb2.HealthCheckRequest(service="no.such"))
-    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    code, _ = await refusal(stub.Check(health_pb2.HealthCheckRequest(service="no.such")))
+    assert code is grpc.StatusCode.NOT_FOUND
 
 
 async def test_reflection(channel: grpc.aio.Channel) -> None:
@@ -187,16 +187,13 @@ async def test_explain_for_what_is_connected(running: Process, channel: grpc.aio
             ({"request_id": "no"}, 'no live request "no" on any engine'),
             ({"engine_id": "asked", "request_id": "no"}, 'no live request "no" on engine "asked"'),
         ):
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await cap(**fields)
-            assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.NOT_FOUND, complaint)
+            assert await refusal(cap(**fields)) == (grpc.StatusCode.NOT_FOUND, complaint)
 
 
 async def refused(call: Any) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await call
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    return raised.value.details() or ""
+    code, said = await refusal(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    return said
 
 
 @pytest.mark.parametrize("token", ["x", "-1", "1.5", "²", "9" * 1000, " 1"])

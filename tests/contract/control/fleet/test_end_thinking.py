@@ -23,6 +23,7 @@ from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, run
 from tests.contract.ctl import Control as FakeControl
 from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.contract.secured import Clients, Secured, securing
+from tests.contract.streams import refusal
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.replicated import Replicated, client, until_answer
@@ -48,12 +49,6 @@ async def end(target: str, request_id: str, **fields: Any) -> fleet_pb2.EndThink
     async with grpc.aio.insecure_channel(target) as channel:
         stub = fleet_pb2_grpc.FleetServiceStub(channel)
         return await stub.EndThinking(fleet_pb2.EndThinkingRequest(request_id=request_id, **fields))
-
-
-async def refusal(target: str, request_id: str, **fields: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await end(target, request_id, **fields)
-    return raised.value.code(), raised.value.details() or ""
 
 
 async def ended(target: str, request_id: str, **fields: Any) -> list[fleet_pb2.EndThinkingResponse]:
@@ -104,7 +99,7 @@ async def test_one_decision_whoever_asks_how_often(control: Control) -> None:
         assert [len(outcomes) for outcomes in forced] == [1]
         linked.engine.finish(ID)
         await linked.steps_until(lambda: not control.names())
-        assert await refusal(control.target, "mine") == (
+        assert await refusal(end(control.target, "mine")) == (
             grpc.StatusCode.NOT_FOUND,
             'no live request "mine" on any engine; it has finished',
         )
@@ -140,15 +135,15 @@ async def test_bad_ids_and_waits(control: Control) -> None:
     with LinkedEngine([control.target]) as linked:
         await thinking(linked, control, *names, "chatcmpl-own", "chatcmpl-own-1")
         bad, missing = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
-        assert await refusal(control.target, "") == (bad, "request_id must not be empty")
-        assert await refusal(control.target, "a", wait_ms=-1) == (bad, "wait_ms must be at least 0; got -1")
-        code, text = await refusal(control.target, "same")
+        assert await refusal(end(control.target, "")) == (bad, "request_id must not be empty")
+        assert await refusal(end(control.target, "a", wait_ms=-1)) == (bad, "wait_ms must be at least 0; got -1")
+        code, text = await refusal(end(control.target, "same"))
         assert code is bad
         assert text.startswith("request_id 'same' is ambiguous; it names \"chatcmpl-same-0\" on engine, ")
         # The status is cut; the details of the error name all that `meridianctl end` lists.
         assert text.endswith("…")
-        assert await refusal(control.target, "nobody") == (missing, 'no live request "nobody" on any engine')
-        assert await refusal(control.target, names[0], engine_id="other") == (
+        assert await refusal(end(control.target, "nobody")) == (missing, 'no live request "nobody" on any engine')
+        assert await refusal(end(control.target, names[0], engine_id="other")) == (
             missing,
             f'no live request "{names[0]}" on engine "other"',
         )
@@ -176,7 +171,7 @@ async def test_an_engine_that_is_gone(control: Control) -> None:
     with LinkedEngine([control.target]) as linked:
         await thinking(linked, control, "a")
     await until(lambda: not control.fleet.connections)
-    assert await refusal(control.target, "a") == (
+    assert await refusal(end(control.target, "a")) == (
         grpc.StatusCode.NOT_FOUND,
         'no live request "a" on any engine; engine "engine", which had it, has no stream or no longer reports it',
     )
@@ -198,9 +193,8 @@ async def test_operators_may_and_the_audit_log_says_who_did_what(secured: Secure
         await linked.steps_until(lambda: any(live.think_tokens for live in secured.fleet.views.requests("")))
         for who in ("viewer", "agent", "nobody"):
             async with secured.channel(who) as channel:
-                with pytest.raises(grpc.aio.AioRpcError) as raised:
-                    await Clients(channel).fleet.EndThinking(asked)
-                assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
+                code, _ = await refusal(Clients(channel).fleet.EndThinking(asked))
+                assert code is grpc.StatusCode.PERMISSION_DENIED
         assert linked.engine.thinking(ID)
         async with stepping(linked), secured.channel("operator") as channel:
             operator = Clients(channel).fleet
@@ -367,7 +361,7 @@ async def test_any_replica_passes_the_call_on(replicated: Replicated) -> None:
         await second.steps_until(second.caps)
         async with stepping(first, second), client(one) as asked:
             await until_answer(asked.requests, ["chatcmpl-both-1", "chatcmpl-both-2"])
-            code, text = await refusal(one.target, "both")
+            code, text = await refusal(end(one.target, "both"))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert '"chatcmpl-both-1" on first, "chatcmpl-both-2" on second' in text
             # The engine is on replica two. Both replicas are asked at once, and there is still one decision.
@@ -380,7 +374,7 @@ async def test_any_replica_passes_the_call_on(replicated: Replicated) -> None:
             assert {outcome_name(several[-1].outcome) for several in answers} == {"applied"}
             assert not second.engine.thinking("chatcmpl-both-2")
             assert first.engine.thinking("chatcmpl-both-1")
-            assert (await refusal(one.target, "chatcmpl-both-2", local_only=True))[0] is grpc.StatusCode.NOT_FOUND
+            assert (await refusal(end(one.target, "chatcmpl-both-2", local_only=True)))[0] is grpc.StatusCode.NOT_FOUND
             shown = await run("decisions", "--reason", "operator", "-o", "json", server=one.target)
             assert [d["engine_id"] for d in json.loads(shown.stdout)] == ["second"]
 

@@ -24,6 +24,7 @@ from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.server.policy_service import PolicyService
 from meridian_control.storage.database import Database
 from tests.contract.gated import gated
+from tests.contract.streams import refusal
 from tests.processes import ROOT
 
 DATA = ROOT / "tests" / "data" / "policies"
@@ -223,12 +224,6 @@ async def test_a_repeated_request_gets_the_same_answer(service: Service) -> None
 LEASED = parse_toml("fallback.lease_ms = 500")
 
 
-async def error_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
-
-
 async def test_pages_of_history_stay_as_they_are_while_revisions_come(service: Service) -> None:
     stored = [await service.update(author=f"a{n}") for n in range(5)]
     request = policy_pb2.ListRevisionsRequest(page_size=2)
@@ -254,7 +249,7 @@ async def test_pages_of_history_stay_as_they_are_while_revisions_come(service: S
 )
 async def test_history_refuses(service: Service, fields: dict[str, Any], complaint: str) -> None:
     listed = service.stub.ListRevisions(policy_pb2.ListRevisionsRequest(**fields))
-    assert await error_of(listed) == (grpc.StatusCode.INVALID_ARGUMENT, complaint)
+    assert await refusal(listed) == (grpc.StatusCode.INVALID_ARGUMENT, complaint)
 
 
 async def test_diff(service: Service) -> None:
@@ -269,7 +264,7 @@ async def test_diff(service: Service) -> None:
     assert await diff(0, 1) == (0, 1, [("fallback.lease_ms", "30000", "500")])
     assert await diff(2, 1) == (2, 1, [("fallback.lease_ms", "30000", "500")])
     assert await diff(3, 3) == (3, 3, [])
-    assert await error_of(diff(9, 0)) == (grpc.StatusCode.NOT_FOUND, "policy revision 9 is not stored")
+    assert await refusal(diff(9, 0)) == (grpc.StatusCode.NOT_FOUND, "policy revision 9 is not stored")
 
 
 async def test_rollback_is_a_new_revision(service: Service) -> None:
@@ -288,8 +283,8 @@ async def test_rollback_is_a_new_revision(service: Service) -> None:
     assert await service.get() == new
     assert [change.revision for change in service.changes] == [1, 2, 3]
     assert await rollback(request_id="a") == done
-    assert (await error_of(rollback(etag=second.etag)))[0] is grpc.StatusCode.ABORTED
-    assert (await error_of(rollback(etag=second.etag, validate_only=True)))[0] is grpc.StatusCode.ABORTED
+    assert (await refusal(rollback(etag=second.etag)))[0] is grpc.StatusCode.ABORTED
+    assert (await refusal(rollback(etag=second.etag, validate_only=True)))[0] is grpc.StatusCode.ABORTED
 
 
 @pytest.mark.parametrize(
@@ -305,7 +300,7 @@ async def test_rollback_to_what_is_not_there(
 ) -> None:
     await service.update()
     call = service.stub.RollbackPolicy(policy_pb2.RollbackPolicyRequest(revision=revision))
-    assert await error_of(call) == (code, complaint)
+    assert await refusal(call) == (code, complaint)
 
 
 async def test_explain(service: Service) -> None:
@@ -339,7 +334,7 @@ async def test_explain(service: Service) -> None:
     assert await explain(cap, enabled, request_id="r") == [("50", "request"), ("false", "override[1]")]
     assert await explain(cap, enabled, request_id="r", effort="high") == [("50", "request"), ("true", "override[2]")]
     assert await explain(enabled, engine_id="e", engine_labels={"zone": "b"}) == [("true", "default")]
-    assert await error_of(explain(engine_id="x")) == (grpc.StatusCode.NOT_FOUND, "no x ")
+    assert await refusal(explain(engine_id="x")) == (grpc.StatusCode.NOT_FOUND, "no x ")
 
 
 async def test_an_unreadable_revision_does_not_hide_the_others(service: Service, tmp_path: Path) -> None:
@@ -351,7 +346,7 @@ async def test_an_unreadable_revision_does_not_hide_the_others(service: Service,
     answer = await service.answer(policy=to_proto(LEASED))
     assert [(c.path, c.before, c.after) for c in answer.changes] == [("fallback.lease_ms", "30000", "500")]
     diff = service.stub.DiffPolicies(policy_pb2.DiffPoliciesRequest())
-    assert (await error_of(diff))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    assert (await refusal(diff))[0] is grpc.StatusCode.FAILED_PRECONDITION
 
 
 class PausingStore(PolicyStore):

@@ -31,9 +31,9 @@ from tests.contract.rollouts import (
     Control,
     Engine,
     controlling,
-    refusal,
     starting,
 )
+from tests.contract.streams import refusal
 from tests.fakes.control import utc_now
 from tests.fakes.linked import until
 

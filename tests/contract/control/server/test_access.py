@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import jwt
 import pytest
-from google.protobuf import descriptor_pool
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
 
 from meridian_agent.link import credentials as agent_credentials
 from meridian_control.common.client_credentials import ClientCredentials
-from meridian_control.server import server as control_server
 from meridian_control.server.roles import OPEN, RULES, Role, rule_of
 from tests.certificates import DAY, Authority
-from tests.contract.secured import ACCESS, ROLES, Clients, Secured, code_of, securing
+from tests.contract.secured import ACCESS, DENIED, METHODS, ROLES, Clients, Secured, code_of, securing
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import Control, wait_for
@@ -33,11 +31,6 @@ if TYPE_CHECKING:
 
     from tests.postgres import Postgres
 
-SERVICES = (*control_server.SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
-METHODS = [
-    f"{name}/{method.name}" for name in SERVICES for method in descriptor_pool.Default().FindServiceByName(name).methods
-]
-DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 SECRET = "0123456789abcdef0123456789abcdef"
 
 

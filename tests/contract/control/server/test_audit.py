@@ -21,6 +21,7 @@ from meridian_control.server.rate_limits import CallLimits, Limiter
 from meridian_control.server.roles import Access
 from meridian_control.storage.database import Database
 from tests.contract.secured import Clients, Secured, securing
+from tests.contract.streams import refusal
 from tests.fakes.agent import hello
 
 if TYPE_CHECKING:
@@ -280,9 +281,7 @@ async def test_what_a_service_does_not_expect(slow: tuple[Slow, AuditLog, Any]) 
     """The caller hears only that the server failed; the audit record has the type of the exception."""
     service, log, stub = slow
     service.go.set()
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(etag="raise"))
-    assert (raised.value.code(), raised.value.details()) == (
+    assert await refusal(stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(etag="raise"))) == (
         grpc.StatusCode.INTERNAL,
         "internal error of the control plane (RuntimeError); its log has the traceback",
     )
@@ -302,19 +301,17 @@ async def test_an_outcome_that_cannot_be_recorded(
     assert answer.revision.revision == 7
     assert "lacks its outcome" in caplog.text
     service.begun.clear()
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest())
-    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    code, _ = await refusal(stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest()))
+    assert code is grpc.StatusCode.UNAVAILABLE
     assert not service.begun.is_set()
 
 
 async def test_a_request_that_is_too_large(slow: tuple[Slow, AuditLog, Any]) -> None:
     service, log, stub = slow
     policy = policy_pb2.Policy(model={"m": policy_pb2.ModelPolicy(closing_text="x" * MAX_REQUEST_BYTES)})
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy))
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert (raised.value.details() or "").startswith(f"message must have at most {MAX_REQUEST_BYTES} bytes; got ")
+    code, said = await refusal(stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert said.startswith(f"message must have at most {MAX_REQUEST_BYTES} bytes; got ")
     (record,) = await log.list(10, None, [])
     assert record.outcome.code == "INVALID_ARGUMENT"
     assert not service.begun.is_set()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pool
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_pb2
@@ -27,12 +26,11 @@ from meridian_control.fleet.peers import CALL_TIMEOUT_S, Peers
 from meridian_control.fleet.thinking_ends import end_thinking
 from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy.store import PolicyStore
-from meridian_control.server import server as control_server
 from meridian_control.server.roles import Access, Role, rule_of
 from meridian_control.server.server_tls import server_credentials
 from meridian_control.storage.database import Database
 from tests.certificates import Authority
-from tests.contract.secured import Clients, code_of
+from tests.contract.secured import DENIED, METHODS, Clients, code_of
 from tests.fakes.agent import hello
 from tests.fakes.control import control_plane, utc_now
 from tests.fakes.linked import LinkedEngine, until
@@ -41,11 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-SERVICES = (*control_server.SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
-METHODS = [
-    f"{name}/{method.name}" for name in SERVICES for method in descriptor_pool.Default().FindServiceByName(name).methods
-]
 HERE = "127.0.0.1"
 FLAGS = ("--access FILE", "--client-ca FILE", "--insecure")
 

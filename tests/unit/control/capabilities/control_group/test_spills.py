@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,31 +10,11 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.control_group import savings, spills
 from meridian_control.capabilities.control_group.experiments import Ends
-from meridian_control.capabilities.control_group.rule import held_out
-from meridian_control.capabilities.control_group.stream import ControlGroup
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
+from tests.unit.control.capabilities.control_group.test_stream import CONTROL, HALF, RULES, TREATED, counts
+from tests.unit.sessions import EARLY, stream
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-RULES = {**CALIBRATED, "eat_warmup_samples": 2, "eat_probe_placement": "anywhere", "holdout_share": 0.5}
-HALF = policy(scheduler=EARLY, entropy=RULES)
 MARGIN = 0.05
-
-
-def names(is_control: bool) -> Iterator[str]:
-    return (name for name in map(str, range(100_000)) if held_out(name, 0.5) == is_control)
-
-
-CONTROL, TREATED = next(names(True)), next(names(False))
-
-
-def counts(made: Stream) -> fleet_pb2.Savings:
-    """Return the counts under the rules in force, with the estimates."""
-    experiments = made.session.part(ControlGroup).experiments
-    told = savings.merged([fleet_pb2.GetSavingsResponse(savings=savings.messages(experiments, None))])
-    return told.savings[0]
 
 
 def side(of: fleet_pb2.EndCounts) -> tuple[int, int, int, int]:
@@ -98,7 +78,7 @@ def test_empty_answers_and_aborts(answer: int, reason: int | str | None, counted
 @pytest.mark.parametrize(("cap", "kind"), [(2, "cap"), (25, "entropy")])
 def test_ends_count_for_the_kind_that_comes_first(cap: int, kind: str) -> None:
     """A cap of 2 comes before the rule, and a cap of 25 after it; neither holds for the control group."""
-    made = stream(policy(scheduler={**EARLY, "max_think_tokens": cap}, entropy=RULES))
+    made = stream(policy(scheduler={**EARLY, "max_think_tokens": cap}, entropy={**RULES, "holdout_share": 0.5}))
     for name in (CONTROL, TREATED):
         made.open(name, think=30, answer=3)
     made.step(50)

@@ -8,26 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, name_of
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.policy.model import Who
 from tests.fakes.tables import policy
 from tests.unit import sessions
+from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED
 from tests.unit.sessions import EARLY, Stream, stream
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
-SHARE = 0.5
-CONTROL, TREATED = (
-    next(name for name in map(str, range(100)) if held_out(name, SHARE) == is_control) for is_control in (True, False)
-)
 # A rule that never fires; and a budget that is never spent.
 IN_FORCE: dict[str, Any] = {"shadow": False, "eat_level_threshold_nats": 1e-9}
 BUDGET: dict[str, Any] = {"name": "all", "tokens_per_minute": 1_000_000}
-PROBED = {"eat_probe_interval_tokens": 4, "eat_probe_placement": "anywhere", "holdout_share": SHARE}
+PROBED = {"eat_probe_interval_tokens": 4, "eat_probe_placement": "anywhere", "holdout_share": 0.5}
 
 
 @pytest.fixture
