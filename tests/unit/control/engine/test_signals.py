@@ -38,6 +38,14 @@ def test_eat_mean_and_variance(samples: list[float], alpha: float) -> None:
     assert math.isnan(made.eat_ema_nats[0])
 
 
+def test_eat_by_hand() -> None:
+    made = table(thinking())
+    add_sample(made, 0, 2.0, 0.5, 1)
+    assert (made.eat_ema_nats[0], made.eat_ema_variance[0]) == (2.0, 0.0)
+    add_sample(made, 0, 1.0, 0.5, 1)
+    assert (made.eat_ema_nats[0], made.eat_ema_variance[0]) == (1.5, 0.125)
+
+
 @given(st.lists(st.lists(st.floats(0, 12) | st.just(math.nan), min_size=3, max_size=3), max_size=12))
 def test_samples_of_several_requests_at_once_are_those_of_each_alone(rounds: list[list[float]]) -> None:
     together, alone, slots = table(*[thinking()] * 5), table(*[thinking()] * 5), np.array([3, 0, 2])
@@ -84,6 +92,12 @@ def test_rpdi(width: int, entropies: list[float], merged: int) -> None:
     expected = rpdi_reference(entropies, width)
     np.testing.assert_allclose(rpdi(made)[0], expected, rtol=1e-9, atol=1e-12)
     assert math.isnan(rpdi(made)[1])
+
+
+def test_rpdi_by_hand() -> None:
+    made = table(thinking(), window=2)
+    made.add_tokens(tokens([(0, THINK, 0, h) for h in (1.0, 1.0, 4.0, 2.0)]))
+    assert rpdi(made)[0] == 1.5
 
 
 def test_rpdi_of_large_and_then_small_entropies() -> None:
