@@ -45,6 +45,7 @@ FIRST = (
     "tests/contract/control/fleet/test_whole_fleet.py",
     "tests/engine/test_matrix.py[ngram",
     "tests/engine/test_data_parallel.py",
+    "tests/engine/test_gateway.py",
     "tests/engine/test_served.py",
     "tests/contract/control/app/test_server.py",
     "tests/engine/test_matrix.py[async",
@@ -55,15 +56,19 @@ FIRST = (
 
 # Files in tests/engine that do not use the engine that the other files share.
 OF_THEIR_OWN = (
+    "chat_rendering",
     "connectors",
+    "copied_effort",
     "data_parallel",
     "examples",
+    "gateway",
     "handover",
     "masks",
     "matrix",
     "needs",
     "replicated",
     "served",
+    "stop_strings",
     "templates",
 )
 # Files in tests/engine whose tests break the agent, the engine or the control plane. The files share a second engine,

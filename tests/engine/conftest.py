@@ -95,8 +95,9 @@ def settled(scheduler: Any, control: Control) -> Settled:
 
 @pytest.fixture(scope="session")
 def apart(folder: Path) -> Iterator[tuple[Served, Control]]:
-    """Yield a server whose front end and engine core are processes of their own, and its control plane."""
-    with governed(folder / "apart", more={**APART, "VLLM_SERVER_DEV_MODE": "1"}) as both:
+    """Yield a server whose front end, engine core and worker are processes of their own, and which takes prompts that
+    are embeddings, and its control plane."""
+    with governed(folder / "apart", ["--enable-prompt-embeds"], {**APART, "VLLM_SERVER_DEV_MODE": "1"}) as both:
         yield both
 
 

@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
 from tests.data import maze
+from tests.engine.policies import NEUTRAL
+from tests.engine.served import stream
+from tests.engine.test_later_turns import PROMPTS
 from tests.processes import RPC_S, Control, wait_for
 
 if TYPE_CHECKING:
@@ -159,6 +162,24 @@ def test_a_stop_string_is_no_disconnect(apart: tuple[Served, Control]) -> None:
     assert answer["choices"][0]["stop_reason"] == stop
     life = explained(control, "stopped").life
     assert life.events[-1].detail == "stop"
+
+
+def test_stop_strings_of_streams_sleep_while_the_model_thinks(apart: tuple[Served, Control]) -> None:
+    """The front end has no stream of its own: the engine core tells it, output by output."""
+    served, control = apart
+    prompt = PROMPTS[0]
+    control.apply(NEUTRAL)
+    reasoning, content, _ = asyncio.run(stream(served, prompt))
+    word = next(word for word in content.split() if word.isalpha() and word in reasoning)
+    cut, nothing, finish = asyncio.run(stream(served, prompt, stop=[word]))
+    assert (cut, nothing, finish) == (reasoning[: reasoning.index(word)], "", "stop")
+    control.apply({})
+    for include in (False, True):
+        said = asyncio.run(stream(served, prompt, stop=[word], include_stop_str_in_output=include))
+        until = content.index(word) + (len(word) if include else 0)
+        assert said == (reasoning, content[:until], "stop")
+    own = asyncio.run(stream(served, prompt, stop=[word], vllm_xargs={"meridian_answer_only_stops": 0}))
+    assert own == (cut, nothing, finish)
 
 
 def test_a_client_that_leaves_is_told_as_one(apart: tuple[Served, Control]) -> None:

@@ -11,12 +11,13 @@ import httpx
 import pytest
 
 from tests.data import maze
-from tests.engine.served import Served, governed
-from tests.processes import MODEL, RPC_S, Control
+from tests.processes import MODEL, RPC_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
+
+    from tests.engine.served import Served
+    from tests.processes import Control
 
 PROMPT, CAP, TOKENS = maze.prompts(1, seed=8)[0], 5, 40
 
@@ -43,12 +44,6 @@ def embedded() -> Callable[..., tuple[list[int], str]]:
     return render
 
 
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[tuple[Served, Control]]:
-    with governed(folder / "embeddings", ["--enable-prompt-embeds"]) as both:
-        yield both
-
-
 def complete(server: Served, **body: Any) -> list[int]:
     """Return the generated tokens of a completion."""
     sent = {"model": "maze", "temperature": 0.0, "max_tokens": TOKENS, "return_token_ids": True, **body}
@@ -59,9 +54,9 @@ def complete(server: Served, **body: Any) -> list[int]:
 
 
 def test_what_a_prompt_of_embeddings_opens_is_as_on_stock_vllm_and_said(
-    served: tuple[Served, Control], embedded: Callable[..., tuple[list[int], str]]
+    apart: tuple[Served, Control], embedded: Callable[..., tuple[list[int], str]]
 ) -> None:
-    server, control = served
+    server, control = apart
     ids, rows = embedded(open_think=True)
     control.apply({"entropy": {"enabled": False}})
     free = complete(server, prompt=ids)
@@ -75,9 +70,9 @@ def test_what_a_prompt_of_embeddings_opens_is_as_on_stock_vllm_and_said(
 
 
 def test_thinking_that_the_model_opens_after_embeddings_is_capped(
-    served: tuple[Served, Control], embedded: Callable[..., tuple[list[int], str]]
+    apart: tuple[Served, Control], embedded: Callable[..., tuple[list[int], str]]
 ) -> None:
-    server, control = served
+    server, control = apart
     ids, rows = embedded()
     control.apply({"entropy": {"enabled": False}, "scheduler": {"max_think_tokens": CAP}})
     capped = complete(server, prompt=ids)

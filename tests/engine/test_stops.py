@@ -6,7 +6,6 @@ with stock's on both runners, under asynchronous scheduling and with drafts.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +18,6 @@ from meridian_agent.vllm_adapter.stop_tokens import SleepingTokens, stop_also_af
 from meridian_control.cli.main import app
 from tests.engine import Run, prompt_ids
 from tests.engine.policies import NEUTRAL
-from tests.engine.served import stream
 from tests.engine.test_decisions import OPEN
 from tests.engine.test_fail_static import confirmed, kill, lost, thawed  # noqa: F401 - fixtures
 from tests.engine.test_later_turns import PROMPTS
@@ -27,7 +25,6 @@ from tests.processes import wait_for
 
 if TYPE_CHECKING:
     from tests.engine.pacing import Settled
-    from tests.engine.served import Served
     from tests.processes import Control
 
 # Name of the entry in vllm_xargs.
@@ -276,21 +273,3 @@ def test_a_request_without_stops_has_vllms_own_list(llm: Any, agent: Any, schedu
     )
     assert not agent.answer_only.with_strings
     run.until()
-
-
-def test_streams_of_a_server_whose_front_end_is_apart(apart: tuple[Served, Control]) -> None:
-    """The front end has no stream of its own: the engine core tells it, output by output."""
-    served, control = apart
-    prompt = PROMPTS[0]
-    control.apply(NEUTRAL)
-    reasoning, content, _ = asyncio.run(stream(served, prompt))
-    word = next(word for word in content.split() if word.isalpha() and word in reasoning)
-    cut, nothing, finish = asyncio.run(stream(served, prompt, stop=[word]))
-    assert (cut, nothing, finish) == (reasoning[: reasoning.index(word)], "", "stop")
-    control.apply({})
-    for include in (False, True):
-        said = asyncio.run(stream(served, prompt, stop=[word], include_stop_str_in_output=include))
-        until = content.index(word) + (len(word) if include else 0)
-        assert said == (reasoning, content[:until], "stop")
-    own = asyncio.run(stream(served, prompt, stop=[word], vllm_xargs={OWN: 0}))
-    assert own == (cut, nothing, finish)
