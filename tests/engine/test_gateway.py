@@ -1,5 +1,5 @@
 """A gateway names the tenant and the SLO class of requests to vLLM's real API servers, whatever clients write into the
-body; stock vLLM serves the same requests beside them."""
+body; a frozen engine, which is stock vLLM, serves the same requests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
-from tests.engine.served import APART, PROMPTS, Served, governed
+from tests.engine.served import APART, PROMPTS, governed
 from tests.engine.test_effort import PROMPT, Client
+from tests.engine.test_fail_static import confirmed
 from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from tests.processes import Control
@@ -41,10 +42,8 @@ SECRET, KEY = "0123456789abcdef-secret", "sk-guessable"
 
 
 @contextlib.contextmanager
-def serving(folder: Path, more: dict[str, str], policy: dict[str, Any]) -> Iterator[Client]:
-    options = ["--api-server-count", "2"]
-    variables = {**APART, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **more}
-    with governed(folder, options, variables, policy) as both:
+def serving(folder: Path, more: dict[str, str], options: Sequence[str] = ()) -> Iterator[Client]:
+    with governed(folder, options, more, POLICY) as both:
         yield Client(*both)
 
 
@@ -52,7 +51,8 @@ def serving(folder: Path, more: dict[str, str], policy: dict[str, Any]) -> Itera
 def client(folder: Path) -> Iterator[Client]:
     """Yield a client of a server with two API server processes, whose gateway sends both facts as headers."""
     more = {"MERIDIAN_TENANT_FROM": f"header:{TENANT}", "MERIDIAN_SLO_CLASS_FROM": f"header:{CLASS}"}
-    with serving(folder / "gateway", more, POLICY) as served:
+    more |= {**APART, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with serving(folder / "gateway", more, ["--api-server-count", "2"]) as served:
         yield served
 
 
@@ -147,38 +147,39 @@ def test_the_policy_changes_what_clients_may_choose_while_the_engine_runs(client
     assert who(client, "none") == ("small", "standard", "gold")
 
 
-def test_thinking_follows_the_gateways_tenant_beside_stock(client: Client, folder: Path) -> None:
-    """Stock vLLM lets both tenants think alike. Under a budget one thinks less, and the other's tokens are stock's."""
-    (folder / "stock").mkdir()
-    stock = Served(folder / "stock", "", more={"MERIDIAN_TENANT_FROM": f"header:{TENANT}"})
+def test_thinking_follows_the_gateways_tenant(client: Client) -> None:
+    """A frozen engine lets both tenants think alike. Under a budget one thinks less, and the other thinks as before."""
     chat = {"messages": [{"role": "user", "content": PROMPTS[2]}], "max_tokens": 300}
     spent = {"name": "small", "tenant": "small", "tokens_per_day": 1, "shadow": False, "min_think_tokens": 1}
     scheduler = {"min_think_tokens": 1, "answer_reserve_tokens": 0}
     policy = {**POLICY, "scheduler": scheduler, "override": [], "budget": [spent]}
+
+    def answers() -> dict[str, Any]:
+        sent = {name: {**GATEWAY, TENANT: name} for name in ("small", "other")}
+        posts = {name: client.post("/chat/completions", chat, headers=headers) for name, headers in sent.items()}
+        return {name: posted["choices"][0]["message"] for name, posted in posts.items()}
+
+    client.control.freeze()
+    try:
+        confirmed(client.control, True)
+        before = answers()
+    finally:
+        client.control.thaw()
+    confirmed(client.control, False)
+    assert before["small"] == before["other"]
+    whole = before["small"]["reasoning"].strip()
+
+    def shortened() -> bool:
+        now = answers()
+        assert now["other"] == before["other"]
+        less = now["small"]["reasoning"].strip()
+        assert whole.startswith(less)
+        return len(less) < len(whole)
+
     client.control.apply(policy)
     try:
-        wait_for(stock.ready, 300, "stock vLLM to serve")
-        plain = Client(stock, client.control)
-
-        def answers(of: Client) -> dict[str, Any]:
-            sent = {name: {**GATEWAY, TENANT: name} for name in ("small", "other")}
-            posts = {name: of.post("/chat/completions", chat, headers=headers) for name, headers in sent.items()}
-            return {name: posted["choices"][0]["message"] for name, posted in posts.items()}
-
-        before = answers(plain)
-        assert before["small"] == before["other"]
-        whole = before["small"]["reasoning"].strip()
-
-        def shortened() -> bool:
-            now = answers(client)
-            assert now["other"] == before["other"]
-            less = now["small"]["reasoning"].strip()
-            assert whole.startswith(less)
-            return len(less) < len(whole)
-
         wait_for(shortened, 60, "the budget to shorten the thinking of its tenant alone")
     finally:
-        stock.process.stop()
         client.control.apply(POLICY)
     assert client.metric('meridian_tenant_think_tokens_total{model="maze",tenant="small"}') > 0
     assert "a gateway names tenant from header:x-tenant, SLO class from header:x-class" in ctl(
@@ -207,7 +208,7 @@ def test_a_key_and_a_token_stay_secret(folder: Path) -> None:
     digest = hmac.new(SECRET.encode(), KEY.encode(), hashlib.sha256).hexdigest()
     tenant, jwt = f"key-{digest[:16]}", token(tier="gold", sub="alice")
     chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "vllm_xargs": CLAIMS}
-    with serving(own, more, POLICY) as client:
+    with serving(own, more) as client:
         headers = {"X-API-Key": KEY, "Authorization": f"Bearer {jwt}"}
         for i in range(4):
             assert thoughts(client.post("/chat/completions", chat, f"key-{i}", headers)) == [SMALL]
@@ -228,7 +229,7 @@ def test_the_user_is_the_tenant(folder: Path) -> None:
     """`user` in the body names the tenant; a class whose setting cannot be used is nobody's, and the log says so."""
     more = {"MERIDIAN_TENANT_FROM": "user", "MERIDIAN_SLO_CLASS_FROM": "api_key"}
     xargs = {"vllm_xargs": CLAIMS}
-    with serving(folder / "user", more, POLICY) as client:
+    with serving(folder / "user", more) as client:
         turns = [{"role": "user", "content": PROMPT}]
         answer = client.post(
             "/chat/completions", {"messages": turns, "max_tokens": 60, "user": "small", **xargs}, "chat"
