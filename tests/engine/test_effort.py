@@ -19,6 +19,7 @@ import pytest
 
 from tests.data import maze
 from tests.engine.served import APART, governed, phase_metrics
+from tests.engine.test_later_turns import PROMPTS
 from tests.processes import MARKED, RPC_S, wait_for
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def test_two_api_servers_tell_the_phases_together(client: Client) -> None:
     thinking tokens that vLLM itself counts for the clients."""
     names = "think_tokens_total", "ttfvt_seconds_count"
     before = [client.phase_metric(name) for name in names]
-    usages = [client.chat(max_tokens=400)["usage"] for _ in range(4)]
+    turns = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:4]]
+    usages = [client.chat(messages=turn, max_tokens=400)["usage"] for turn in turns]
     think_tokens = sum(usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages)
     after = [before[0] + think_tokens, before[1] + len(usages)]
     wait_for(lambda: [client.phase_metric(name) for name in names] == after, 20, f"{names} of {after}")

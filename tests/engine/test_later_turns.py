@@ -36,6 +36,8 @@ POLICY = {
 SHORT = (15, 1, 45, 33, 44, 29, 58, 50, 8, 18, 36, 46, 2, 6)
 PROMPTS = [maze.prompts(60, seed=52)[index] for index in SHORT]
 BLOCK = 32
+# Most tokens of a last turn, of which the hits and the first tokens count.
+LAST = 40
 
 
 class Turn(NamedTuple):
@@ -83,10 +85,11 @@ class Server:
         return _turn(answer, choice["text"], prompt, choice["token_ids"])
 
     def second_turn(self, index: int, **body: Any) -> tuple[Turn, Turn]:
-        """Send two turns of a conversation; the second repeats the whole answer to the first, thinking included."""
+        """Send two turns of a conversation; the second repeats the whole answer to the first, thinking included, and is
+        cut unless `max_tokens` is given."""
         first = self.chat(PROMPTS[index], **body)
         assert first.content
-        return first, self.chat(PROMPTS[index], first.content, PROMPTS[index + 1], **body)
+        return first, self.chat(PROMPTS[index], first.content, PROMPTS[index + 1], **{"max_tokens": LAST, **body})
 
     def outcomes(self) -> dict[str, int]:
         return dict(self.control.settled().outcomes)
@@ -161,7 +164,7 @@ def both(governed: Server, stock: Server, index: int, **body: Any) -> tuple[Turn
 def test_a_chat_whose_template_strips_thinking_gives_its_blocks_up(governed: Server, stock: Server) -> None:
     """The second turn loses nothing by it, because its prompt ends the first turn's prefix before the thinking."""
     before, outcomes = governed.reclaimed(), governed.outcomes()
-    ours, theirs = both(governed, stock, 0)
+    ours, theirs = both(governed, stock, 0, max_tokens=400)
     assert ours.cached == theirs.cached
     assert governed.reclaimed() - before >= 4
     assert governed.outcomes().get("refused", 0) == outcomes.get("refused", 0)
@@ -181,7 +184,7 @@ def test_a_client_that_sends_no_thinking_back_decides_for_its_conversation(gover
     for server in (governed, stock):
         said, cached = [PROMPTS[1]], []
         for nxt in (PROMPTS[11], PROMPTS[9], ""):
-            turn = server.chat(*said, chat_template_kwargs=KEEPS, max_tokens=800)
+            turn = server.chat(*said, chat_template_kwargs=KEEPS, max_tokens=800 if nxt else LAST)
             cached.append((turn.cached, turn.content))
             said += [turn.content.partition("</think>")[2].strip(), nxt]
             if server is governed and len(cached) == 1:
@@ -219,10 +222,10 @@ def test_kept_thinking_waits_for_the_next_turn_as_long_as_the_policy_says(govern
             return governed.expired() > 3
 
         wait_for(expired, 60, "the kept thinking to be given up")
-        late = governed.chat(PROMPTS[13], first.content, PROMPTS[0], chat_template_kwargs=KEEPS)
+        late = governed.chat(PROMPTS[13], first.content, PROMPTS[0], max_tokens=LAST, chat_template_kwargs=KEEPS)
         assert late.cached <= first.prompt_tokens
         assert stock.chat(PROMPTS[13], chat_template_kwargs=KEEPS).content == first.content
-        same = stock.chat(PROMPTS[13], first.content, PROMPTS[0], chat_template_kwargs=KEEPS)
+        same = stock.chat(PROMPTS[13], first.content, PROMPTS[0], max_tokens=LAST, chat_template_kwargs=KEEPS)
         assert same.content == late.content
         assert same.cached > 3 * BLOCK
     finally:
@@ -256,7 +259,7 @@ def test_token_ids_that_are_sent_back_find_their_blocks(governed: Server, stock:
         first = server.chat(PROMPTS[6], return_token_ids=True)
         assert first.prompt
         second = server.complete([*first.prompt, *first.tokens, *first.prompt])
-        third = server.complete([*second.prompt, *second.tokens, *first.prompt])
+        third = server.complete([*second.prompt, *second.tokens, *first.prompt], max_tokens=LAST)
         found.append([(turn.cached, turn.tokens) for turn in (first, second, third)])
     assert found[0] == found[1]
     assert found[0][2][0] > found[0][1][0] > 3 * BLOCK
