@@ -27,7 +27,7 @@ def resting(llm: Any, agent: Any) -> Iterator[Run]:
     """Yield an engine with two requests that thinks no further, because nobody calls it."""
     run = Run(llm)
     for name in ("rests-0", "rests-1"):
-        run.add(name, opened(), endless(agent, max_tokens=300))
+        run.add(name, opened(), endless(agent, max_tokens=200))
     run.until(lambda: len(run.tokens["rests-0"]) > 20)
     yield run
     run.until()
@@ -95,7 +95,7 @@ def test_settings_and_freezes_are_confirmed_without_a_step(
 def test_a_freeze_that_is_over_before_the_next_step_leaves_nothing_open(
     agent: Any, control: Control, resting: Run
 ) -> None:
-    control.apply({"scheduler": {"max_think_tokens": 250}})
+    control.apply({"scheduler": {"max_think_tokens": 150}})
     control.freeze()
     confirmed(control, True)
     control.thaw()

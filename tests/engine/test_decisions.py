@@ -231,7 +231,7 @@ def test_multi_token_end_marker(llm: Any, agent: Any, control: Control) -> None:
 
 @pytest.mark.parametrize("rule", ["cap", "eat"])
 def test_closing_text_before_the_marker(llm: Any, agent: Any, control: Control, settled: Settled, rule: str) -> None:
-    """A forced end writes the model's closing text and then the marker; a natural end adds no text."""
+    """A forced end writes the model's closing text and then the marker."""
     text = "Wait . "
     closing = llm.get_tokenizer().encode(text, add_special_tokens=False)
     policy = {"scheduler": {"max_think_tokens": 20}} if rule == "cap" else CONVERGED
@@ -241,7 +241,10 @@ def test_closing_text_before_the_marker(llm: Any, agent: Any, control: Control, 
     assert len(closing) == 2
     assert tokens[at - len(closing) : at] == closing
     assert rule == "eat" or at == 20 + len(closing)
-    control.apply({**NEUTRAL, "model": {"maze": {"closing_text": text}}})
+
+
+def test_a_natural_end_has_no_closing_text(llm: Any, agent: Any, control: Control) -> None:
+    control.apply({**NEUTRAL, "model": {"maze": {"closing_text": "Wait . "}}})
     case = {**cases()[0], "template": {}}
     free = chat(llm, [case], SamplingParams(temperature=0.0, max_tokens=700))
     control.apply(NEUTRAL)

@@ -118,7 +118,7 @@ def test_decisions_about_nobody(llm: Any, agent: Any, control: Control, stock: l
         away = control.engines()[0]
         assert (away.state, away.agent_state) != (fleet_pb2.CONNECTION_STATE_CONNECTED, agent_pb2.AGENT_STATE_READY)
         # There are more requests than places, so that slots are used again.
-        assert chat(llm, cases() * 3, GREEDY) == stock * 3
+        assert chat(llm, cases() * 2, GREEDY) == stock * 2
 
         def settled() -> dict[str, int] | None:
             outcomes = told(process)

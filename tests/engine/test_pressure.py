@@ -133,7 +133,7 @@ def priced(agent: Any, llm: Any, control: Control, settled: Settled, monkeypatch
 
 def test_share_leaves_thinkers_out_and_starves_none(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
     """With steps over the answers' budget, one thinker in six joins a step, in turns; tokens stay the same."""
-    params = [endless(priced, max_tokens=200)] * 6 + [endless(priced, max_tokens=60)]
+    params = [endless(priced, max_tokens=90)] * 6 + [endless(priced, max_tokens=60)]
     reference = chat(llm, SEVEN, params)
     before = priced.queues.think_skips
     tight = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": 10_000.0}
@@ -157,7 +157,7 @@ def test_thinking_alone_is_never_left_out(llm: Any, priced: Any, control: Contro
     tight = {"output_tpot_budget_ms": 5.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": 10_000.0}
     control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
     before = priced.queues.think_skips
-    paced(llm, SEVEN[:6], endless(priced, max_tokens=200), settled)
+    paced(llm, SEVEN[:6], endless(priced, max_tokens=80), settled)
     assert priced.directives.active_plan().think_per_step is not None
     assert priced.queues.think_skips == before
 
@@ -170,14 +170,14 @@ def test_think_tpot_budget_bounds_the_wait(
     tight = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": budget_ms}
     control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
     before = priced.queues.think_skips
-    paced(llm, SEVEN, endless(priced, max_tokens=200), settled)
+    paced(llm, SEVEN, endless(priced, max_tokens=80), settled)
     assert (priced.queues.think_skips > before) == (budget_ms > STEP_MS + TOKEN_MS)
 
 
 def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
     """Every strategy runs in turn on a running engine: different requests are left out, but the tokens stay the
     same."""
-    params = endless(priced, max_tokens=250)
+    params = endless(priced, max_tokens=130)
     reference = chat(llm, SEVEN, params)
     run = Run(llm)
     for i, case in enumerate(SEVEN):
@@ -222,7 +222,7 @@ def test_prompts_wait_while_answers_stream(
         run, chunks = Run(llm), {True: 0, False: 0}
         for answers in (True, False):
             if answers:
-                run.add("answer", SEVEN[-1], endless(priced, max_tokens=200))
+                run.add("answer", SEVEN[-1], endless(priced, max_tokens=80))
                 run.until(lambda: len(run.tokens["answer"]) > 20, settled=settled)
             name = f"prompt-{answers}"
             run.add(name, long_prompt(10 + answers), endless(priced, max_tokens=8))
@@ -295,15 +295,15 @@ def test_unreachable_blocks_go_first(  # noqa: PLR0917
     monkeypatch.setitem(agent.facts.later_turns._templates, "{}", Template(True, calls))
     control.apply({**NEUTRAL, "kv_memory": {"enabled": enabled}})
     run = Run(llm)
-    run.add("r", opened(), endless(agent, max_tokens=120, extra_args=STRIPPED))
-    run.until(lambda: len(run.tokens["r"]) == 119, settled=settled)
+    run.add("r", opened(), endless(agent, max_tokens=60, extra_args=STRIPPED))
+    run.until(lambda: len(run.tokens["r"]) == 59, settled=settled)
     (name,) = agent.tracker.by_id
     (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
     prompt_blocks = len(prompt_ids(llm, opened())) // agent.block_size
     assert prompt_blocks >= 1
     stops_next(scheduler, name)
     run.until()
-    full = blocks[: (len(prompt_ids(llm, opened())) + 119) // agent.block_size]
+    full = blocks[: (len(prompt_ids(llm, opened())) + 59) // agent.block_size]
     kept = cached(scheduler, full)
     assert all(kept[:prompt_blocks])
     assert all(kept[prompt_blocks:]) != reclaimed

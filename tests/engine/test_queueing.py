@@ -13,12 +13,13 @@ from tests.engine import CASES, Run, cases
 from tests.engine.policies import NEUTRAL
 from tests.engine.queueing import compared
 from tests.engine.test_decisions import endless, opened
+from tests.engine.test_pressure import half_the_cache
 from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:
     from tests.processes import Control
 
-# The requests are three times as many as the engine has places, and together they need more KV than it has.
+# The requests are three times as many as the engine has places, and together they need more than half of its KV.
 REQUESTS = 24
 METRIC = "meridian_queueing_seconds"
 # Every window with enough requests misses this target, in milliseconds.
@@ -36,9 +37,9 @@ def measured(control: Control) -> tuple[float, float]:
 def test_queueing_times_are_vllms_own(llm: Any, agent: Any, control: Control, scheduler: Any) -> None:
     before, preempted = measured(control), agent.preempted_think
     run = Run(llm)
-    with compared(llm, scheduler, agent) as times_ms:
+    with half_the_cache(llm), compared(llm, scheduler, agent) as times_ms:
         for i in range(REQUESTS):
-            run.add(f"r{i}", opened(i % CASES), endless(agent, max_tokens=250))
+            run.add(f"r{i}", opened(i % CASES), endless(agent, max_tokens=120))
         began_s = time.monotonic()
         run.until(lambda: bool(run.finished))
         first_ms = (time.monotonic() - began_s) * 1e3

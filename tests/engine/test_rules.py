@@ -57,7 +57,7 @@ def test_probes_wait_for_a_boundary(  # noqa: PLR0917
     shadow = {"shadow": True, "eat_probe_interval_tokens": 4, "eat_probe_placement": placement}
     control.apply({"scheduler": {"min_think_tokens": 0}, "entropy": shadow})
     with records(agent) as seen:
-        (tokens,) = paced(llm, CASES[:1], GREEDY, settled)
+        (tokens,) = paced(llm, CASES[:1], SamplingParams(temperature=0.0, max_tokens=150), settled)
     at = [think_tokens for record, *_ in seen for _, _, think_tokens, *_ in record.probes]
     flags = flags_of(agent.tracker.sentences, tokens)
     assert at

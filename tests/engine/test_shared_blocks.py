@@ -33,7 +33,7 @@ def test_what_a_live_request_shares_is_left_alone(
     run.put("first", prompt, endless(agent, max_tokens=200, extra_args={**STRIPPED, "meridian_tenant": "shared"}))
     run.until(lambda: len(run.tokens["first"]) > 3 * size)
     text = prompt + run.tokens["first"][: 3 * size]
-    run.put("second", text, endless(agent, max_tokens=250))
+    run.put("second", text, endless(agent, max_tokens=130))
     run.until(lambda: bool(run.tokens["second"]))
     first, second = (blocks_of(agent, scheduler, name) for name in ("first", "second"))
     shared = [block for block in second if block in first]
@@ -56,7 +56,7 @@ def test_what_a_live_request_shares_is_left_alone(
     own = [block for block in first if block not in second and first.index(block) >= len(prompt) // size]
     assert own
     assert all(pool[block].block_hash is None for block in own)
-    run.put("third", text, endless(agent, max_tokens=250))
+    run.put("third", text, endless(agent, max_tokens=130))
     run.until(lambda: bool(run.tokens["third"]))
     third = blocks_of(agent, scheduler, "third")
     assert third[: len(shared)] == shared

@@ -177,7 +177,7 @@ def test_eat_probe(  # noqa: PLR0917
     control.apply({**DENSE, "entropy": DENSE["entropy"] | rules, "model": {"maze": {"eat_answer_prefix": prefix}}})
     case = {**cases()[0], "template": {"open_think": True}}
     with records(agent) as seen:
-        params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=110, ignore_eos=True)
         (tokens,) = paced(llm, [case], params, settled)
     prompt = prompt_ids(llm, case)
     (measured,) = probes(seen).values()

@@ -123,8 +123,8 @@ def test_places_are_kept_for_probes_when_the_engine_is_full(
 ) -> None:
     """There are more requests than places: without a reserve no request is ever probed; with one, tokens stay the
     same."""
-    chosen = [opened(i % 6) for i in range(24)]
-    params = [endless(agent, max_tokens=40 + i) for i in range(24)]
+    chosen = [opened(i % 6) for i in range(16)]
+    params = [endless(agent, max_tokens=40 + i) for i in range(16)]
     control.apply(DENSE)
     reference = chat(llm, chosen, params)
     monkeypatch.setattr(place_reserve, "PLACE_SHARE", 2)
