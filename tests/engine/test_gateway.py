@@ -149,7 +149,7 @@ def test_the_policy_changes_what_clients_may_choose_while_the_engine_runs(client
 
 def test_thinking_follows_the_gateways_tenant(client: Client) -> None:
     """A frozen engine lets both tenants think alike. Under a budget one thinks less, and the other thinks as before."""
-    chat = {"messages": [{"role": "user", "content": PROMPTS[2]}], "max_tokens": 300}
+    chat = {"messages": [{"role": "user", "content": PROMPTS[2]}], "max_tokens": 80}
     spent = {"name": "small", "tenant": "small", "tokens_per_day": 1, "shadow": False, "min_think_tokens": 1}
     scheduler = {"min_think_tokens": 1, "answer_reserve_tokens": 0}
     policy = {**POLICY, "scheduler": scheduler, "override": [], "budget": [spent]}
