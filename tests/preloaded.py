@@ -187,10 +187,13 @@ def _let_vllm_fork() -> None:
 
 def _prepare_engines() -> None:
     """Do what each start of an engine would do anew and with the same result: import a reasoning parser and the modules
-    of quantization, and look in all modules for the kernels that a CPU needs replaced."""
+    of quantization, and look in all modules for the kernels that a CPU needs replaced. Let functions that vLLM compiles
+    when they are first called run as they are written: a compilation takes seconds of each engine."""
+    import torch
     from vllm.platforms.cpu import CpuPlatform
     from vllm.reasoning import ReasoningParserManager
 
+    torch.compiler.set_stance("force_eager")
     ReasoningParserManager.get_reasoning_parser("qwen3")
     # Older versions have neither this module nor the kernels.
     with contextlib.suppress(ModuleNotFoundError):
