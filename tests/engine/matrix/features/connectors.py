@@ -28,7 +28,7 @@ OF_ONE = ("on_new_request", "request_finished", "request_finished_all_groups")
 
 def _asks(engine: Engine) -> list[Ask]:
     """Return greedy requests that think. vLLM's ExampleConnector fails on prompts of full blocks plus one token."""
-    params = {"temperature": 0.0, "max_tokens": 60 if engine.slow else 250}
+    params = {"temperature": 0.0, "max_tokens": 60 if engine.slow else 120}
     prompts = [engine.prompt(i) for i in range(6)]
     assert all(len(prompt) % engine.agent.block_size != 1 for prompt in prompts), [len(p) for p in prompts]
     return [Ask(prompt, params) for prompt in prompts]

@@ -74,7 +74,7 @@ def logprobs(engine: Engine) -> None:
 @feature("EAT probes: their value and cost", *EVERYWHERE, *RANKS)
 def eat(engine: Engine) -> None:
     engine.control.apply(DENSE)
-    params = {"temperature": 0.0, "max_tokens": 32 if engine.slow else 250}
+    params = {"temperature": 0.0, "max_tokens": 32 if engine.slow else 120}
     asks = [Ask(engine.prompt(i), params) for i in range(2 if engine.slow else 6)]
     with engine.watched() as seen, engine.looked_up() as looked_up:
         runs = engine.paced(asks)
