@@ -397,7 +397,7 @@ def priority(engine: Engine) -> None:
     def load(strategy: str, think_priority: int) -> tuple[int, int, dict[str, list[int]]]:
         engine.control.apply({"scheduler": {"strategy": strategy}, "entropy": {"shadow": True}})
         before = engine.agent.preempted_think, engine.agent.output_critical
-        more, less = engine.endless(max_tokens=380), engine.endless(max_tokens=250)
+        more, less = engine.endless(max_tokens=150), engine.endless(max_tokens=110)
         asks = {f"think{i}": Ask(engine.prompt(i), more, priority=think_priority) for i in range(5)}
         asks |= {f"answer{i}": Ask(engine.prompt(i, CLOSED), less) for i in range(3)}
         run = engine.run(asks)
@@ -413,4 +413,4 @@ def priority(engine: Engine) -> None:
     assert (governed[0] > 0, governed[1]) == (True, 0)
     assert urgent[1] > 0, "a request's own priority comes before its phase"
     assert stock[2] == governed[2] == urgent[2]
-    assert {len(t) for n, t in stock[2].items() if n.startswith("answer")} == {250}
+    assert {len(t) for n, t in stock[2].items() if n.startswith("answer")} == {110}
