@@ -105,7 +105,8 @@ def _watch_steps(runner: Any, observer: Observer) -> None:
 
     @functools.wraps(execute_model)
     def observed_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if observer.begins_idle(scheduler_output):
+        observer.is_idle = bool(observer.guard.run(observer.begins_idle, scheduler_output))
+        if observer.is_idle:
             return execute_model(scheduler_output, *args, **kwargs)
         if observer.guard.fault or observer.delivery.fault:
             observer.come_back()

@@ -191,7 +191,7 @@ class Observer:
             guard.on_trip = functools.partial(self._tell, guard)
         self._runner = runner
         self._recovered = False
-        # Whether the newest step has nothing to measure and nothing to tell.
+        # Whether the newest step has nothing to measure and nothing to tell; False during a fault, which is told.
         self.is_idle = False
         self._asked, self._which = WorkerRequestDecoder(), Wanted()
         # The end marker's first token id; the ids of the requests whose rows are not measured; and
@@ -218,11 +218,11 @@ class Observer:
 
     def begins_idle(self, scheduler_output: Any) -> bool:
         """Return whether there is nothing to measure in the step that begins, and nothing to tell or to release after
-        it. Never raises."""
-        asked = getattr(scheduler_output, REQUEST, None) or getattr(scheduler_output, PROBE_ROWS, None)
-        tells = self.guard.fault or self.delivery.fault or self._recovered
-        self.is_idle = not (asked or tells) and (self.probe_rows is None or self.probe_rows.logits is None)
-        return self.is_idle
+        it."""
+        if getattr(scheduler_output, REQUEST, None) or getattr(scheduler_output, PROBE_ROWS, None):
+            return False
+        releases = self.probe_rows is not None and self.probe_rows.logits is not None
+        return not (releases or self._recovered or self.delivery.fault)
 
     def come_back(self) -> None:
         """Start measuring again if the rest after a fault is over. Called only before a step, because a step resets all
