@@ -231,6 +231,15 @@ class Control:
         engine: fleet_pb2.Engine = wait_for(connected, 30, "an engine to connect")
         return engine
 
+    def faulty(self, engine_id: str) -> fleet_pb2.Engine:
+        """Return an engine once its fault is shown. Engines of earlier tests may still be listed with theirs."""
+
+        def shown() -> fleet_pb2.Engine | None:
+            return next((e for e in self.engines() if e.engine_id == engine_id and e.fault), None)
+
+        engine: fleet_pb2.Engine = wait_for(shown, 60, f"the fault of engine {engine_id} to be shown")
+        return engine
+
     def requests(self) -> list[fleet_pb2.LiveRequest]:
         with self.channel() as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)

@@ -51,6 +51,7 @@ def test_a_hook_that_raises(  # noqa: PLR0917
     llm: Any, agent: Any, scheduler: Any, control: Control, stock: list[list[int]], hook: str
 ) -> None:
     """The hook fails during a run: no request fails, no token changes, and the fleet shows the fault."""
+    engine_id = control.engine().engine_id
     original, calls = getattr(agent, hook), []
 
     def fails(*args: Any) -> Any:
@@ -63,7 +64,7 @@ def test_a_hook_that_raises(  # noqa: PLR0917
     assert chat(llm, cases(), GREEDY) == stock
     assert "injected into" in scheduler._guard.text
     assert len(calls) == 3
-    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 20, "the fault to be shown")
+    shown = control.faulty(engine_id)
     assert f"RuntimeError at {__name__}:" in shown.fault
     assert SECRET not in str(shown)
     assert chat(llm, cases(), SOME) == [tokens[: SOME.max_tokens] for tokens in stock]
@@ -125,6 +126,7 @@ def test_it_comes_back_by_itself(
 ) -> None:
     """Requests go on meanwhile, and their tokens count afterwards; the fault stays visible."""
     monkeypatch.setattr(guard_module, "RESTS_S", (2.0, 3600.0))
+    engine_id = control.engine().engine_id
     control.apply({"scheduler": {"max_think_tokens": 200}})
     run = Run(llm)
     for name in ("old", "older"):
@@ -134,7 +136,7 @@ def test_it_comes_back_by_itself(
     run.until(lambda: scheduler._agent is None)
     run.add("new", opened(), endless(agent, max_tokens=240))
     run.step()
-    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 20, "the fault to be shown")
+    shown = control.faulty(engine_id)
     assert shown.HasField("recover_time")
     wait_for(lambda: scheduler._guard.rest_s() <= 0, 20, "its rest to be over")
     run.until(lambda: scheduler._agent is not None)
@@ -153,7 +155,7 @@ def test_it_comes_back_by_itself(
     _break(again, "before_schedule")
     chat(llm, cases()[:1], GREEDY)
     assert (scheduler._agent, scheduler._guard.rest_s() > 3000) == (None, True)
-    shown = wait_for(lambda: next((e for e in control.engines() if e.fault), None), 20, "the fault to be shown")
+    shown = control.faulty(engine_id)
     assert dict(shown.faults) == {"after_update": 1, "before_schedule": 1}
 
 
