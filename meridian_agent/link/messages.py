@@ -4,7 +4,6 @@ threads."""
 from __future__ import annotations
 
 import math
-import struct
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from meridian_agent.core.step_record import Record
 
 
-# The bytes of a signal that was not measured.
-NAN = struct.pack("<f", math.nan)
 # The bits of the columns of StepSignals in a row that was not measured.
 NOT_MEASURED = np.array([[math.nan], [0.0], [math.nan], [math.nan]], np.float32).view(np.uint32)
 # The lists of a Directives message, in the order in which the engine takes them in.
@@ -184,12 +181,10 @@ def _byte_columns(records: Sequence[Record]) -> bytes:
         return b""
     groups = [[*group] for _, group in groupby(with_rows, key=_shared_columns)]
     slots, phases, flags = zip(*map(_known_columns, groups), strict=True)
-    known = np.concatenate((*slots, *phases, *flags)).astype("<u4").tobytes()
-    rows = len(known) // 12
-    if all(record.told is None for record in with_rows):
-        return b"".join((known, bytes(4 * rows), NAN * (3 * rows)))
-    entropies, end_ranks, *log_probabilities = np.concatenate([*map(_signal_columns, groups)], axis=1).astype("<u4")
-    return b"".join((known, *(column.tobytes() for column in (end_ranks, entropies, *log_probabilities))))
+    known = np.concatenate((*slots, *phases, *flags))
+    entropies, end_ranks, *log_probabilities = np.concatenate([*map(_signal_columns, groups)], axis=1)
+    columns = known, end_ranks, entropies, *log_probabilities
+    return b"".join(column.astype("<u4", copy=False).tobytes() for column in columns)
 
 
 def _shared_columns(record: Record) -> tuple[int, ...]:
