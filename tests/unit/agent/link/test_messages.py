@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.sentences import ROW_FLAGS, States, StepStates
-from meridian_agent.core.step_record import COUNTERS, Gauges, MeasuredProbe, Record, StepRecord
+from meridian_agent.core.step_record import COUNTERS, Gauges, MeasuredProbe, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import decisions_in, mergeable, opened_message, parts_of, step_report
 from meridian_control.common.table_columns import COLUMNS, NO_TOKEN
@@ -22,7 +23,7 @@ from meridian_control.engine.merged_steps import ages_ms
 from meridian_control.engine.request_table import RequestTable
 from meridian_control.engine.token_rows import columns_of, spell_out
 from tests.fakes.engine import END, START, TEXT, FakeEngine
-from tests.unit.agent.core.test_sentences import FIRST, TABLE, TEXTS
+from tests.fakes.sentences import ends_by_id, flags_of
 
 
 @pytest.mark.parametrize("has_plan", [False, True])
@@ -182,14 +183,18 @@ def test_byte_columns_say_what_the_other_columns_say(steps: list[list[tuple[Any,
         assert here.SerializeToString() == there.SerializeToString()
 
 
+# The table of a vocabulary of four tokens; one ends a sentence, and one a paragraph, too.
+TABLE = ends_by_id(bytes([0, FLAG_SENTENCE, 0, FLAG_SENTENCE | FLAG_PARAGRAPH]))
+
+
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
 def test_so_do_those_of_steps_that_share_their_columns(phases: list[int], data: st.DataObject) -> None:
     """A run of steps whose members stay, some of which other rows follow, or which nobody measures."""
-    members, records = len(phases), list[Record]()
+    members, records = len(phases), list[StepRecord]()
     slots, rows = [7 * row for row in range(members)], [*range(members)]
     states: States = States(np.zeros(members, np.uint32))
     for step in range(data.draw(st.integers(1, 8))):
-        tokens = data.draw(st.lists(st.integers(0, FIRST + len(TEXTS)), min_size=members, max_size=members))
+        tokens = data.draw(st.lists(st.integers(0, 3), min_size=members, max_size=members))
         states, told = StepStates(states, TABLE, tokens), None
         if data.draw(st.booleans()):
             columns = np.arange(4 * (members + 1), dtype=np.float32).reshape(4, -1) + step
@@ -199,20 +204,12 @@ def test_so_do_those_of_steps_that_share_their_columns(phases: list[int], data: 
             record = replace(record, slots=[*slots, 99], phases=[*phases, 3], rows=[*rows, members], flags=[5])
         records.append(record)
     there, here = (step_report(records, byte_columns).tokens for byte_columns in (False, True))
-    expected = [
-        flags if phase == 2 else 0
-        for record in records
-        for phase, flags in zip(phases, table_flags(record), strict=True)
-    ]
-    found = [flags for flags, slot in zip(there.flags, there.slot, strict=True) if slot != 99]
-    assert found == expected
+    for row, (slot, phase) in enumerate(zip(slots, phases, strict=True)):
+        found = [flags for flags, of in zip(there.flags, there.slot, strict=True) if of == slot]
+        expected = flags_of(TABLE, [record.text[row] for record in records])
+        assert found == [flags & ROW_FLAGS if phase == agent_pb2.PHASE_THINK else 0 for flags in expected]
     spell_out(here)
     assert here.SerializeToString() == there.SerializeToString()
-
-
-def table_flags(record: Record) -> list[int]:
-    """Return the flags of the tokens after which the machine is in the record's states, one by one."""
-    return [flags & ROW_FLAGS for flags in TABLE.flags_of(record.states.get())]
 
 
 def test_counters_are_those_of_the_contract() -> None:
