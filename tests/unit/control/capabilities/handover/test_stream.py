@@ -10,10 +10,13 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.handover.results import CLIENT_GONE, FINISHED, Handovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
+from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest
+from meridian_control.engine.session import Session
+from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.policy.model import Policy
 from tests.fakes.parts import engine_view
-from tests.unit.control.capabilities.handover.engines import ANSWERING, BOTH, HandMade, answering, disagg, hello
+from tests.unit.control.capabilities.handover.engines import ANSWERING, BOTH, NOW, HandMade, answering, disagg, hello
 
 APPLIED, SHADOWED = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED
 REFUSED, SUPERSEDED = agent_pb2.OUTCOME_REFUSED, agent_pb2.OUTCOME_SUPERSEDED
@@ -116,6 +119,27 @@ def test_a_refused_handover_is_not_repeated() -> None:
     (move,) = made.report(opened=[made.opened()], kv_used=0.95)
     assert made.report(**outcome(move.decision_id, REFUSED, "the end marker has several tokens"), kv_used=0.95) == []
     assert [m.slot for m in made.report(opened=[made.opened(1)], kv_used=0.95)] == [1]
+
+
+def test_a_session_replays_its_handovers_from_its_inputs() -> None:
+    made = pressed()
+    made.report(opened=[made.opened(slot, 100 + 40 * slot) for slot in range(5)], kv_used=0.95)
+    made.pool(answering(kv_used=0.95), answering("c", kv_used=0.3))
+    for _ in range(WARM_STEPS):
+        made.report(kv_used=0.9)
+    made.pool()
+    made.report(kv_used=0.9)
+    recorded = {d.decision_id: (d.kind, d.reason) for d in made.session.open_decisions.values()}
+    session = Session("s-a", made.said, NOW, parts=STREAM_PARTS)
+    for now, given in made.trace:
+        if isinstance(given, agent_pb2.ConnectRequest):
+            session.on_message(given, now)
+        elif given and isinstance(given[0], int):
+            session.on_policy(*given)
+        else:
+            session.part(EngineHandovers).pool = tuple(given)
+    assert {d.decision_id: (d.kind, d.reason) for d in session.open_decisions.values()} == recorded
+    assert {reason for _, reason in recorded.values()} == {"kv_pressure", "taken_back"}
 
 
 # --------------------------------------------------------------------------------------------------------------- shadow
