@@ -77,6 +77,35 @@ async def begin(control: Control, engine: LinkedEngine, tenant: str) -> None:
     engine.open(f"think-{engine.engine_id}", tenant=tenant, max_tokens=100_000)
 
 
+async def check_what_is_told(control: Control) -> None:
+    """Check what `meridianctl` and the metrics say of the pressure of two engines, one of which has shortened its
+    requests."""
+    life = json.loads((await run("explain", "think-pressed", "-o", "json", server=control.target)).stdout)
+    (cap,) = [
+        event["decision"]
+        for event in life["life"]["events"]
+        if event["kind"] == "decision" and event["decision"]["reason"] == "pressure"
+    ]
+    assert (cap["pressure"]["name"], cap["pressure"]["level"], cap["budget_stage"]) == (
+        "chat",
+        4,
+        "BUDGET_STAGE_LOWER_CAP",
+    )
+    lowered, target = cap["comparisons"]
+    assert (lowered["value"], lowered["limit_name"]) == (20, "pressure chat in stage lower_cap")
+    assert (target["signal"], target["operator"], target["limit"]) == ("output_itl_p99_ms", ">", 40)
+    assert target["value"] == cap["pressure"]["reading"]["measured"] >= SLOW_MS
+    rows = (await run("pressure", server=control.target)).stdout.splitlines()
+    assert sorted(row.split()[:3] for row in rows[1:]) == [["other", "chat", "0/6"], ["pressed", "chat", "4/6"]]
+    (only,) = json.loads((await run("pressure", "--engine", "pressed", "-o", "json", server=control.target)).stdout)
+    assert (only["engine_id"], only["name"], only["level"], len(only["changes"])) == ("pressed", "chat", 4, 2)
+    told = dict(control.fleet.part(FleetPressure).metrics(control.fleet.totals()))
+    assert told["meridian_pressure_level"] == [(("chat",), 4)]
+    assert told["meridian_pressure_engines"] == [(("chat",), 1)]
+    assert dict(told["meridian_pressure_changes_total"])["chat", "shortened"] == 2
+    assert dict(told["meridian_pressure_missed_windows_total"])["chat", "output_itl_p99_ms"] >= 3
+
+
 async def test_slow_answers_shorten_thinking_until_they_are_fast(
     control: Control, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,32 +134,7 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
             numbers = f"output_itl_p99_ms is {first.reading.measured:.4g}, limit 40, {first.reading.samples} samples"
             assert logged[0] == f"pressure chat on engine pressed: level 0 to 2, {numbers}"
 
-            life = json.loads((await run("explain", "think-pressed", "-o", "json", server=control.target)).stdout)
-            (cap,) = [
-                event["decision"]
-                for event in life["life"]["events"]
-                if event["kind"] == "decision" and event["decision"]["reason"] == "pressure"
-            ]
-            assert (cap["pressure"]["name"], cap["pressure"]["level"], cap["budget_stage"]) == (
-                "chat",
-                4,
-                "BUDGET_STAGE_LOWER_CAP",
-            )
-            lowered, target = cap["comparisons"]
-            assert (lowered["value"], lowered["limit_name"]) == (20, "pressure chat in stage lower_cap")
-            assert (target["signal"], target["operator"], target["limit"]) == ("output_itl_p99_ms", ">", 40)
-            assert target["value"] == cap["pressure"]["reading"]["measured"] >= SLOW_MS
-            rows = (await run("pressure", server=control.target)).stdout.splitlines()
-            assert sorted(row.split()[:3] for row in rows[1:]) == [["other", "chat", "0/6"], ["pressed", "chat", "4/6"]]
-            (only,) = json.loads(
-                (await run("pressure", "--engine", "pressed", "-o", "json", server=control.target)).stdout
-            )
-            assert (only["engine_id"], only["name"], only["level"], len(only["changes"])) == ("pressed", "chat", 4, 2)
-            told = dict(control.fleet.part(FleetPressure).metrics(control.fleet.totals()))
-            assert told["meridian_pressure_level"] == [(("chat",), 4)]
-            assert told["meridian_pressure_engines"] == [(("chat",), 1)]
-            assert dict(told["meridian_pressure_changes_total"])["chat", "shortened"] == 2
-            assert dict(told["meridian_pressure_missed_windows_total"])["chat", "output_itl_p99_ms"] >= 3
+            await check_what_is_told(control)
 
             await stepped.level(2, FAST_MS, engine)
             engine.open("late", tenant="chat")
