@@ -144,7 +144,7 @@ class Journal:
         """Note that decisions have got their outcomes."""
         for decision in decisions:
             decision.outcome_time = self.now
-            if self._log.settled is not None and decision.is_logged:
+            if self._log.settled is not None and decision.holders:
                 self._log.settled(decision)
 
     def _note(self, life: Life, kind: str, phase: int, detail: str = "") -> None:

@@ -13,11 +13,13 @@ from collections import deque
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from meridian_control.journal.records import Decision
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
-    from meridian_control.journal.records import Circumstances, Decision, Key, Life, LifeEvent
+    from meridian_control.journal.records import Circumstances, Key, Life, LifeEvent
 
 # Largest number of newest events kept of one life, besides its begin and its end.
 LIFE_EVENTS = 128
@@ -89,9 +91,11 @@ class DecisionLog:
             return
         events = life.events
         events.append(event)
+        if isinstance(event, Decision):
+            event.holders += 1
         if len(events) > LIFE_EVENTS:
             life.left_out += 1
-            del events[0]
+            _let_go(events.pop(0))
             return
         self._count(1)
 
@@ -105,23 +109,29 @@ class DecisionLog:
             if (life := lives.get(probe.slot)) is not None:
                 life.probes += 1
                 self._keep(self._probes, probe, life, under, size)
-        while len(self._probes) > self._max_probes:
-            self._drop(self._probes)
+        self._keep_bounds()
 
     def add_decision(self, decision: Decision, life: Life, under: Circumstances) -> None:
         """Add a decision other than a probe to the life of its request."""
         self._keep(self._decisions, decision, life, under, decision.size_under(under))
-        if len(self._decisions) > self._max_decisions:
-            self._drop(self._decisions)
         self.add_event(life, decision)
+        self._keep_bounds()
 
     def _keep(self, kept: deque[Decision], decision: Decision, life: Life, under: Circumstances, size: int) -> None:
-        decision.life, decision.under, decision.is_logged = life, under, True
+        decision.life, decision.under = life, under
+        # `settled` is called with each decision, also with one that the log has dropped before its outcome.
+        decision.holders = 1 if self.settled is None else 2
         kept.append(decision)
         self.decision_bytes += size
         life.referring += 1
         if life.referring == 1:
             self.decision_bytes += life.held_bytes
+
+    def _keep_bounds(self) -> None:
+        while len(self._probes) > self._max_probes:
+            self._drop(self._probes)
+        while len(self._decisions) > self._max_decisions:
+            self._drop(self._decisions)
         while self.decision_bytes > self._max_decision_bytes:
             both = [kept for kept in (self._probes, self._decisions) if kept]
             self._drop(min(both, key=lambda kept: kept[0].number))
@@ -133,6 +143,7 @@ class DecisionLog:
         decision.life.referring -= 1
         if not decision.life.referring:
             self.decision_bytes -= decision.life.held_bytes
+        _let_go(decision)
 
     def _count(self, added: int) -> None:
         """Count events that were added, and keep the bound of the log."""
@@ -146,7 +157,9 @@ class DecisionLog:
             self.events -= life.weight + len(life.events)
             life.is_live = False
             # A life and its decisions refer to each other, so that only the garbage collector would free them.
-            life.events.clear()
+            events, life.events = life.events, []
+            for event in events:
+                _let_go(event)
 
     def lives(self) -> list[Life]:
         """Return all lives, those that are over first."""
@@ -169,3 +182,15 @@ class DecisionLog:
         probes = [probe for probe in self._probes if probe.life is life]
         events = sorted((*life.history(), *probes), key=attrgetter("number"))
         return events, life.left_out + life.probes - len(probes)
+
+
+def _let_go(event: LifeEvent | Decision) -> None:
+    """Note that one list of the log does not have an event any more.
+
+    A decision that no list has lets go of its life and its circumstances, which take most of the memory: sessions hold
+    their decisions until the outcome is known, in a large fleet many more than the log keeps.
+    """
+    if isinstance(event, Decision):
+        event.holders -= 1
+        if not event.holders:
+            del event.life, event.under

@@ -207,8 +207,8 @@ class Circumstances(NamedTuple):
 class Decision:
     """A decision about an engine or one of its requests. `outcome` is OUTCOME_UNSPECIFIED until it is known.
 
-    `is_logged` says whether the decision log has the decision, as part of its request's life. Then the fields without a
-    default are set. The signals are unpacked when somebody reads them, because few decisions ever are read.
+    The fields without a default are set while the decision log has the decision, as part of its request's life. The
+    signals are unpacked when somebody reads them, because few decisions ever are read.
     """
 
     decision_id: int
@@ -224,7 +224,8 @@ class Decision:
     # Thinking tokens of the request when the outcome was reached, and the outcome's detail.
     outcome_think_tokens: int = 0
     detail: str = ""
-    is_logged: bool = False
+    # Number of lists of the log that have the decision, and one more if the outcome is to be written to a file.
+    holders: int = 0
     life: Life = field(init=False)
     under: Circumstances = field(init=False)
     outcome_time: datetime | None = None

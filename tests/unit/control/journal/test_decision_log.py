@@ -22,6 +22,7 @@ from meridian_control.journal import log as decision_log
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import LIFE_EVENTS, DecisionLog
 from meridian_control.journal.messages import explain_request, list_decisions, newest_life, page_of
+from meridian_control.journal.records import Decision
 from meridian_control.journal.request_ids import sampled
 from tests.fakes.agent import StreamChecker
 from tests.fakes.engine import TEXT
@@ -524,3 +525,25 @@ def test_the_log_is_bounded_in_bytes() -> None:
         )
         assert made.log.decision_bytes <= 60_000
     assert 0 < len(kept) < 40
+
+
+@pytest.mark.parametrize("writes_file", [False, True])
+def test_an_open_decision_that_the_log_has_dropped_keeps_no_circumstances(writes_file: bool) -> None:
+    settled = list[Decision]()
+    made = Stream(
+        log=DecisionLog(settled.append if writes_file else None, max_events=20, max_decisions=5, max_probes=5)
+    )
+    made.apply(policy(scheduler=EARLY))
+    for number in range(30):
+        made.open(f"r{number}", think=100, answer=1)
+        made.step()
+    waiting = made.session._ledger.open.values()
+    about_requests = [decision for decision in waiting if decision.slot is not None]
+    in_lives = {id(event) for kept in made.log.lives() for event in kept.events}
+    kept = in_lives | {id(decision) for decision in (*made.log._decisions, *made.log._probes)}
+    assert len(about_requests) > 30 > len(kept)
+    for decision in about_requests:
+        assert hasattr(decision, "under") == hasattr(decision, "life") == (writes_file or id(decision) in kept)
+    made.step(120)
+    assert {id(decision) for decision in settled} >= ({id(each) for each in about_requests} if writes_file else set())
+    assert all(decision.time and decision.life.opened for decision in settled)
