@@ -266,3 +266,6 @@ class GovernedScheduler(Scheduler):
             self._to_restore = not stock_restore.as_stock(self, self._ordered, changes, outputs)
         if self._lifecycle is not None and self._guard.come_back():
             self._agent = self._guard.run(self._lifecycle.again, self._under_way)
+            if self._agent is None:
+                # An agent that could not come back may have put limits of its settings in force.
+                self._to_restore = not stock_restore.as_stock(self, False, [self._lifecycle.limits.restore])

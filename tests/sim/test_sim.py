@@ -16,6 +16,8 @@ pytest.importorskip("vllm", reason=VLLM.reason)
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.live_request import LiveRequest
+from meridian_agent.engine.lifecycle import Lifecycle
+from meridian_agent.link.control_stream import ControlStream
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.policy.model import Policy
 from tests.sim.engine import Script, Shape, mix, words
@@ -256,10 +258,17 @@ def test_what_an_engine_owes_that_falls_idle_while_its_ring_is_full() -> None:
 
 
 def test_a_fault_at_any_line_leaves_stock_vllm_and_an_agent_that_comes_back() -> None:
-    """The test takes a sample of the lines that these seeds reach; `python -m tests.sim --lines` takes all of them."""
+    """The test takes a sample of the lines that these seeds reach, and all lines with which the agent comes back;
+    `python -m tests.sim --lines` takes all of them."""
     found = cases(range(6))
     assert len(found) > 700, "lines are not reached any more"
-    assert [said for case in found[::SAMPLED] if (said := broken(case))] == []
+    back = {line for way in (Lifecycle.again, ControlStream.come_back) for *_, line in way.__code__.co_lines()}
+    files = "engine/lifecycle.py", "link/control_stream.py"
+    comes_back = [
+        case for case in found if case.fault.line and case.fault.line[1] in files and case.fault.line[2] in back
+    ]
+    assert len(comes_back) >= 12, "the agent does not come back any more"
+    assert [said for case in (*found[::SAMPLED], *comes_back) if (said := broken(case))] == []
 
 
 def test_a_fault_brings_the_start_up_limits_back_until_the_agent_returns(monkeypatch: pytest.MonkeyPatch) -> None:
