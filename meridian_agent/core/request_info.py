@@ -248,7 +248,8 @@ def in_sample(request_id: str, share: float) -> bool:
     """Return whether a request belongs to the sample of the share `share`, 0 to 1. A larger sample contains each
     smaller one.
 
-    The control plane chooses its control group by the same hash, so a sample that is no smaller contains the group.
+    The control plane chooses its control group by the same hash, so a sample of single requests that is no smaller
+    contains the group.
     """
     if share >= 1:
         return True

@@ -49,8 +49,9 @@ class Tracker:
         # Cap of new requests, and the answer reserves (0 for none) of new completions and of new chats.
         self.default_cap: int | None = None
         self.default_reserves = 0, 0
-        # Share of new requests that are measured, a fraction.
-        self._measured_share = 1.0
+        # Share of new requests that are measured, a fraction; the largest number of them in a row; and how many of such
+        # a cluster are still to come.
+        self._measured_share, self._cluster_requests, self._cluster_left = 1.0, 1, 0
         self.by_id: dict[str, LiveRequest] = {}
         self.by_slot: dict[int, LiveRequest] = {}
         # Ended requests with an eviction tier, while a KV connector keeps their blocks.
@@ -123,15 +124,30 @@ class Tracker:
         after.feed(tokens[-1], self.markers)
         return state if after.phase is Phase.THINK else None
 
-    def measure(self, share: float) -> list[LiveRequest]:
-        """Measure this share of new requests, a fraction. From 1 on, return the live requests that are not measured
-        yet: `begin_to_measure` is to be called for each, once its tokens have been read."""
-        self._measured_share = share
+    def measure(self, share: float, cluster_requests: int = 1) -> list[LiveRequest]:
+        """Measure this share of new requests, a fraction, up to so many in a row. From 1 on, return the live requests
+        that are not measured yet: `begin_to_measure` is to be called for each, once its tokens have been read."""
+        self._measured_share, self._cluster_requests, self._cluster_left = share, cluster_requests, 0
         return [live for live in self.by_id.values() if not live.measured] if self.measures_all else []
 
     @property
     def measures_all(self) -> bool:
         return self._measured_share >= 1
+
+    def _is_measured(self, request_id: str) -> bool:
+        """Return whether a new request is measured: it follows in a cluster, or begins one.
+
+        If one request in 1/p begins a cluster of n, a cluster and the mean gap of (1 - p)/p requests before it make
+        n + (1 - p)/p, so p is chosen such that n of these are the share.
+        """
+        if self._cluster_left:
+            self._cluster_left -= 1
+            return True
+        share, cluster = self._measured_share, max(1, min(self._cluster_requests, len(self.by_id)))
+        if not in_sample(request_id, share / (share + cluster * (1 - share))):
+            return False
+        self._cluster_left = cluster - 1
+        return True
 
     def begin_to_measure(self, live: LiveRequest, sentence: int) -> None:
         """Measure a live request from its next token on. sentence: as in LiveRequest."""
@@ -173,7 +189,7 @@ class Tracker:
             step,
             ref,
             *limits,
-            in_sample(info.request_id, self._measured_share),
+            self._is_measured(info.request_id),
             preempted=preempted,
             queued_s=queued_s,
             own_sentence=sentence,

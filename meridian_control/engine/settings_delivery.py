@@ -27,6 +27,8 @@ USUAL_INTERVAL_STEPS, RULED_INTERVAL_STEPS = 24, 8
 RULED_INTERVAL_MS = 40
 # Smallest cap, in thinking tokens, that may arrive as late as other decisions and still be exact.
 LEAST_LATE_CAP = 128
+# Largest number of requests in a row that an engine measures as one cluster of its sample.
+MEASURED_CLUSTER = 64
 
 
 class Delivery:
@@ -171,6 +173,7 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
     )
     if observe_entropy and (share := effects.measured_share(policy)) < 1:
         message.measured_share = share
+        message.measured_cluster_requests = 0 if effects.needs_independent_sample(policy) else MEASURED_CLUSTER
     if policy.kv_memory.enabled and not policy.kv_memory.shadow:
         message.keep_thinking_s = policy.kv_memory.keep_thinking_s
     if limits := policy.engine_limits(hello.labels):

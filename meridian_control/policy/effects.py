@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meridian_control.policy.shortening_kinds import DEFAULT_CAP
+
 if TYPE_CHECKING:
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.policy.model import Policy
@@ -80,6 +82,16 @@ def measured_share(policy: Policy) -> float:
         return 1.0
     recorded = policy.entropy.holdout_share if any_self_calibrates(policy) else 0.0
     return max(policy.telemetry.shadow_sample_ratio, recorded)
+
+
+def needs_independent_sample(policy: Policy) -> bool:
+    """Whether something is decided from the sample of measured requests as from independent requests: a rule by
+    self-calibration, or the harm of what shortens thinking, which the sample's part of the control group shows.
+
+    The function reads the sections one by one, so it is also true for a cap whose section is in shadow.
+    """
+    shortens = in_force(policy) or loops_in_force(policy) or least_cap(policy) < DEFAULT_CAP
+    return shortens or any_self_calibrates(policy)
 
 
 def reads_every_token(policy: Policy) -> bool:

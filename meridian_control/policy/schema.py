@@ -370,9 +370,10 @@ class TelemetryPolicy(Section):
         0.05,
         ge=0,
         le=1,
-        description="Share of requests, a fraction, that are measured and probed while no rule in force reads signals; "
-        "a hash of the id chooses them. A recording for `meridianctl calibrate` contains the signals of these requests "
-        "only.",
+        description="Share of requests, a fraction, that are measured and probed while no rule in force reads signals. "
+        "A hash of the id chooses them. While nothing shortens thinking and `entropy.self_calibration` is off, it "
+        "chooses clusters of up to 64 requests in a row, and of no more than are live, so that most steps measure "
+        "none. A recording for `meridianctl calibrate` contains the signals of these requests only.",
         advice="Set it to 1 for a recording, or if you want each request's signals in `meridianctl explain`; each "
         "measured request costs processor time and probes.",
         new=True,

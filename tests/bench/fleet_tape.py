@@ -24,7 +24,7 @@ from meridian_agent.core.step_record import COUNTERS
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, step_report
 from meridian_agent.worker.observer import SENT, ChosenRows
-from meridian_control.engine.settings_delivery import USUAL_INTERVAL_STEPS
+from meridian_control.engine.settings_delivery import MEASURED_CLUSTER, USUAL_INTERVAL_STEPS
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 from tests.fakes.sentences import ends_by_id
 
@@ -179,7 +179,7 @@ class _Engine:
         flags = bytearray(PARAGRAPH[0] + 1)
         flags[SENTENCE[0]], flags[PARAGRAPH[0]] = SENTENCE[1], PARAGRAPH[1]
         self._engine.tracker.sentences = ends_by_id(bytes(flags))
-        self._engine.tracker.measure(measured_share)
+        self._engine.tracker.measure(measured_share, MEASURED_CLUSTER)
         # As under the default policy.
         self._engine.tracker.merge_openings = self._engine.tracker.merge_answers = True
         self._signals, self._opened = signals(requests, seed), 0

@@ -2086,6 +2086,7 @@ class Settings(_message.Message):
     KEEP_THINKING_S_FIELD_NUMBER: _builtins.int
     MERGE_UNMEASURED_FIELD_NUMBER: _builtins.int
     REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    MEASURED_CLUSTER_REQUESTS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Policy revision from which the settings come."""
     nonce: _builtins.int
@@ -2152,7 +2153,7 @@ class Settings(_message.Message):
     """
     measured_share: _builtins.float
     """Share of new requests, a fraction, that the engine measures; absent for all requests, live ones included. A hash of
-    the id chooses them.
+    the id chooses them, or where a cluster of them begins.
     """
     keep_thinking_s: _builtins.int
     """Seconds for which the KV blocks of a finished request whose thinking a later turn may repeat wait for that turn; 0
@@ -2165,6 +2166,12 @@ class Settings(_message.Message):
     report_interval_ms: _builtins.int
     """Milliseconds for which the steps of a fast engine are merged, but no more than 24 of them, although
     report_interval_steps is smaller; 0 if only report_interval_steps counts. Steps that press never wait.
+    """
+    measured_cluster_requests: _builtins.int
+    """Largest number of requests in a row that are measured together, as one cluster of the sample, and never more than
+    are live when the first of them arrives; 0 for requests by themselves. A step that measures one request costs almost
+    as much as one that measures all, so clusters let most steps measure none. The control plane sets this if nothing
+    that is decided depends on independent requests in the sample.
     """
     @_builtins.property
     def think_start_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -2216,10 +2223,11 @@ class Settings(_message.Message):
         keep_thinking_s: _builtins.int = ...,
         merge_unmeasured: _builtins.bool = ...,
         report_interval_ms: _builtins.int = ...,
+        measured_cluster_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "engine_limits", b"engine_limits", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "answer_only_stops", b"answer_only_stops", "answer_reserve_tokens", b"answer_reserve_tokens", "chat_answer_reserve_tokens", b"chat_answer_reserve_tokens", "client_slo_classes", b"client_slo_classes", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "keep_thinking_s", b"keep_thinking_s", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "measured_share", b"measured_share", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "merge_unmeasured", b"merge_unmeasured", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_ms", b"report_interval_ms", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_measured_share", b"_measured_share", "answer_only_stops", b"answer_only_stops", "answer_reserve_tokens", b"answer_reserve_tokens", "chat_answer_reserve_tokens", b"chat_answer_reserve_tokens", "client_slo_classes", b"client_slo_classes", "closing_text", b"closing_text", "eat_answer_prefix", b"eat_answer_prefix", "engine_limits", b"engine_limits", "entropy_lease_ms", b"entropy_lease_ms", "find_loops", b"find_loops", "keep_thinking_s", b"keep_thinking_s", "kv_memory_lease_ms", b"kv_memory_lease_ms", "lease_ms", b"lease_ms", "max_think_tokens", b"max_think_tokens", "measured_cluster_requests", b"measured_cluster_requests", "measured_share", b"measured_share", "merge_answers", b"merge_answers", "merge_loops", b"merge_loops", "merge_openings", b"merge_openings", "merge_unmeasured", b"merge_unmeasured", "nonce", b"nonce", "observe_entropy", b"observe_entropy", "only_sentence_ends", b"only_sentence_ends", "reasoning_parser", b"reasoning_parser", "report_interval_ms", b"report_interval_ms", "report_interval_steps", b"report_interval_steps", "revision", b"revision", "scheduler_lease_ms", b"scheduler_lease_ms", "supports_think_disable", b"supports_think_disable", "think_end_token_ids", b"think_end_token_ids", "think_start_token_ids", b"think_start_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

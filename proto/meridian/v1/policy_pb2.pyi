@@ -1750,8 +1750,10 @@ class TelemetryPolicy(_message.Message):
     decision_log_sample_ratio: _builtins.float
     """Share of requests, a fraction, whose life the decision log keeps; a hash of the id chooses them."""
     shadow_sample_ratio: _builtins.float
-    """Share of requests, a fraction, that are measured and probed while no rule in force reads signals; a hash of the id
-    chooses them. A recording for `meridianctl calibrate` contains the signals of these requests only.
+    """Share of requests, a fraction, that are measured and probed while no rule in force reads signals. A hash of the id
+    chooses them. While nothing shortens thinking and `entropy.self_calibration` is off, it chooses clusters of up to 64
+    requests in a row, and of no more than are live, so that most steps measure none. A recording for `meridianctl
+    calibrate` contains the signals of these requests only.
     """
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,6 +106,25 @@ def test_a_share_of_requests_is_measured() -> None:
     assert none < few < half < everyone == set(names)
     assert 60 < len(few) < 140
     assert 900 < len(half) < 1100
+
+
+@pytest.mark.parametrize("live", [0, 1, 16, 40])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
+def test_a_cluster_has_as_many_requests_as_are_live_and_the_sample_stays_a_share(live: int, share: float) -> None:
+    tracker, most = Tracker(MARKERS), 32
+    for number in range(live):
+        opened(tracker, f"live {number}")
+    tracker.measure(share, most)
+    measured = []
+    for number in range(20_000):
+        request = opened(tracker, f"chatcmpl-{number}")
+        measured.append(request.measured)
+        tracker.close(request, 1)
+    runs = [len(run) for run in "".join("x" if each else " " for each in measured).split()]
+    size = max(1, min(live, most))
+    assert all(run >= size for run in runs[:-1])
+    assert abs(sum(measured) / len(measured) - share) <= 0.2 * share
+    assert len(runs) >= share * len(measured) / size / 4
 
 
 def test_an_unmeasured_request_that_is_gone_is_forgotten() -> None:

@@ -187,26 +187,33 @@ IN_FORCE: dict[str, Any] = {"shadow": False}
 
 
 @pytest.mark.parametrize(
-    ("sections", "share"),
+    ("sections", "share", "cluster"),
     [
-        ({}, 0.05),
-        ({"telemetry": {"shadow_sample_ratio": 0.0}}, 0.0),
-        ({"telemetry": {"shadow_sample_ratio": 1.0}}, None),
-        ({"entropy": {"give_up_shadow": False}}, 0.05),
-        ({"entropy": IN_FORCE}, None),
-        ({"override": [{"tenant": "a", "entropy": IN_FORCE}]}, None),
-        (SOFT, None),
-        ({"scheduler": {"soft_think_tokens": 600, "shadow": True}}, None),
-        ({"scheduler": {"max_think_tokens": 600}}, 0.05),
-        ({"loop": {"enabled": True, "shadow": False}}, 0.05),
+        ({}, 0.05, 64),
+        ({"telemetry": {"shadow_sample_ratio": 0.0}}, 0.0, 64),
+        ({"telemetry": {"shadow_sample_ratio": 1.0}}, None, 0),
+        ({"entropy": {"give_up_shadow": False}}, 0.05, 64),
+        ({"entropy": {"self_calibration": True}}, 0.05, 0),
+        ({"override": [{"tenant": "a", "entropy": {"self_calibration": True}}]}, 0.05, 0),
+        ({"entropy": IN_FORCE}, None, 0),
+        ({"override": [{"tenant": "a", "entropy": IN_FORCE}]}, None, 0),
+        (SOFT, None, 0),
+        ({"scheduler": {"soft_think_tokens": 600, "shadow": True}}, None, 0),
+        ({"scheduler": {"max_think_tokens": 600}}, 0.05, 0),
+        ({"override": [{"tenant": "a", "scheduler": {"max_think_tokens": 600}}]}, 0.05, 0),
+        ({"loop": {"enabled": True, "shadow": False}}, 0.05, 0),
+        ({"override": [{"tenant": "a", "loop": IN_FORCE}]}, 0.05, 0),
+        ({"budget": [{"name": "b", "tokens_per_day": 1000, "shadow": True}]}, 0.05, 64),
     ],
 )
 def test_a_sample_is_measured_while_no_rule_in_force_reads_signals(
-    sections: dict[str, Any], share: float | None
+    sections: dict[str, Any], share: float | None, cluster: int
 ) -> None:
-    (response,) = Stream().session.on_policy(1, policy(**sections))
-    settings = response.settings
+    """The sample has clusters only while nothing shortens thinking, because the figures of the control group, and
+    self-calibration, need independent requests."""
+    settings = Stream().session.on_policy(1, policy(**sections))[0].settings
     assert (settings.measured_share if settings.HasField("measured_share") else None) == share
+    assert settings.measured_cluster_requests == cluster
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
