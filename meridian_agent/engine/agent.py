@@ -95,6 +95,7 @@ class Agent:
             lease=link.lease,
             is_async=self.is_async,
         )
+        link.outbox.step_tokens = 1 + scheduler.num_spec_tokens
         link.outbox.counters, link.outbox.gauges = self._counters, partial(gauges_of, scheduler)
         self.observe_entropy = False
         self._asking = WorkerRequestEncoder()

@@ -36,6 +36,9 @@ MERGE_RECORDS = 256
 MERGE_ROWS = 8192
 # Largest number of steps that wait because they are fast, so that a decision does not come much later in the text.
 FAST_STEPS = 24
+# Largest number of tokens that a request may generate while the report of its arrival waits; far below the smallest cap
+# of a policy that lets this report wait, so that the cap comes in time.
+LATE_TOKENS = 24
 # Seconds between two reports, so that faster steps share a report; and seconds after which the sender of an idle engine
 # looks at the ring again.
 REST_S, IDLE_WAIT_S = 0.002, 1.0
@@ -72,6 +75,8 @@ class Outbox:
         self.bounds = Bounds()
         # Whether the workers measure something in the newest step. Set on the engine's thread.
         self.measures = False
+        # Largest number of tokens that a request generates in a step.
+        self.step_tokens = 1
         # Seconds without a message after which a heartbeat is sent on this stream, as Welcome says; 0 for none.
         self.heartbeat_s = 0.0
         # Publishes what no step has published, if the engine makes none; called on gRPC's thread while nothing waits.
@@ -308,13 +313,15 @@ class Outbox:
         return _record(ring.get(wait_s, *self._wanted()), search)
 
     def _wanted(self) -> tuple[int, int]:
-        """Return the number of records for which a report waits: the report interval, or more while steps are fast. And
-        the number while no request begins, which is larger while nothing is measured and nobody acts on the report."""
+        """Return the number of records for which a report waits after a request has begun. And the number while none
+        begins: the report interval, or more while steps are fast, or while nothing is measured and nobody acts on the
+        report."""
         lease = self._lease
         steps = max(lease.report_interval_steps, min(FAST_STEPS, int(lease.report_interval_ms / self._step_ms)))
+        late = max(1, min(steps, LATE_TOKENS // self.step_tokens))
         if self.measures or not (lease.merge_unmeasured or lease.frozen()):
-            return steps, steps
-        return steps, max(steps, min(MERGE_RECORDS, MERGE_ROWS // max(1, self._rows)))
+            return late, steps
+        return late, max(steps, min(MERGE_RECORDS, MERGE_ROWS // max(1, self._rows)))
 
     def _gather(self, ring: RecordRing, first: Record, search: LoopSearch) -> tuple[list[Record], Any]:
         """Return the records to merge into one report, and the first item that does not fit; None if all that waits

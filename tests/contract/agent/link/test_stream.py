@@ -225,6 +225,18 @@ def test_steps_of_which_nothing_is_measured_wait_for_more(
 
 
 @pytest.mark.parametrize(
+    ("interval", "step_tokens", "late"), [(24, 1, 24), (1000, 1, 24), (24, 9, 2), (24, 100, 1), (8, 2, 8), (1, 1, 1)]
+)
+def test_the_report_of_a_new_request_waits_for_few_of_its_tokens(interval: int, step_tokens: int, late: int) -> None:
+    """A policy's cap of 128 tokens reaches the engine in time whatever the interval is and however many draft tokens a
+    step has."""
+    link = LinkedEngine(["nobody"]).link
+    link.lease.hold(agent_pb2.Settings(lease_ms=30_000, report_interval_steps=interval), None)
+    link.outbox.step_tokens = step_tokens
+    assert link.outbox._wanted() == (late, interval)
+
+
+@pytest.mark.parametrize(
     ("interval_ms", "step_ms", "steps"), [(0, 1.0, 8), (40, 1.0, 24), (40, 2.5, 16), (40, 5.0, 8), (40, 30.0, 8)]
 )
 def test_fast_steps_wait_for_more(interval_ms: int, step_ms: float, steps: int) -> None:

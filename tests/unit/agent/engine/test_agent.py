@@ -144,6 +144,14 @@ def test_nothing_is_measured_while_all_requests_answer(agent: Agent) -> None:
     assert asked == [True, False]
 
 
+def test_a_new_request_is_reported_sooner_where_a_step_has_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
+    link.lease.hold(agent_pb2.Settings(lease_ms=30_000, report_interval_steps=24), None)
+    Agent(SimpleNamespace(**{**vars(scheduler_of()), "num_spec_tokens": 7}), MARKERS, link, FACTS)
+    assert link.outbox._wanted() == (3, 24)
+
+
 def test_a_requests_first_step_ends_its_queueing_time(agent: Agent) -> None:
     """Resumed requests, which Model Runner V2 lists as new ones, have joined a step before; a probe is no request."""
     known = begin(MARKERS, [START], True)
