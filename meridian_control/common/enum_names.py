@@ -5,9 +5,12 @@ A value that only a newer version of the protocol defines has the name `unknown`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def _names(enum: Any, prefix: str) -> dict[int, str]:
@@ -26,29 +29,10 @@ EVICTION_TIERS = _names(agent_pb2.EvictionTier, "EVICTION_TIER_")
 BUDGET_STAGES = _names(fleet_pb2.BudgetStage, "BUDGET_STAGE_")
 
 
-def outcome_name(outcome: int) -> str:
-    return OUTCOMES.get(outcome, "unknown")
+def _namer(names: dict[int, str]) -> Callable[[int], str]:
+    return lambda number: names.get(number, "unknown")
 
 
-def reason_name(reason: int) -> str:
-    return REASONS.get(reason, "unknown")
-
-
-def phase_name(phase: int) -> str:
-    return PHASES.get(phase, "unknown")
-
-
-def state_name(state: int) -> str:
-    return STATES.get(state, "unknown")
-
-
-def entropy_backend_name(backend: int) -> str:
-    return ENTROPY_BACKENDS.get(backend, "unknown")
-
-
-def stage_name(stage: int) -> str:
-    return BUDGET_STAGES.get(stage, "unknown")
-
-
-def tier_name(tier: int) -> str:
-    return EVICTION_TIERS.get(tier, "unknown")
+outcome_name, reason_name, phase_name = map(_namer, (OUTCOMES, REASONS, PHASES))
+state_name, stage_name, tier_name = map(_namer, (STATES, BUDGET_STAGES, EVICTION_TIERS))
+entropy_backend_name = _namer(ENTROPY_BACKENDS)

@@ -6,6 +6,7 @@ The module knows nothing about the measured values. A histogram is used from one
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,24 +102,10 @@ class Histogram:
         return fleet_pb2.Histogram(bounds=self.bounds.tolist(), counts=self.counts.tolist(), sum=self.sum)
 
 
-def time_histogram() -> Histogram:
-    """Return an empty histogram for times in seconds."""
-    return Histogram(TIME_BOUNDS_S)
-
-
-def queueing_histogram() -> Histogram:
-    return Histogram(QUEUEING_BOUNDS_S)
-
-
-def token_histogram() -> Histogram:
-    return Histogram(TOKEN_BOUNDS)
-
-
-def answer_histogram() -> Histogram:
-    """Return an empty histogram for answer tokens, whose quantiles are known within about a quarter."""
-    return Histogram(ANSWER_BOUNDS)
-
-
-def step_histogram() -> Histogram:
-    """Return an empty histogram for counts of engine steps."""
-    return Histogram(STEP_BOUNDS)
+# Make empty histograms: of times and of queueing times in seconds, of thinking tokens, of answer tokens with quantiles
+# known within about a quarter, and of counts of engine steps.
+time_histogram = partial(Histogram, TIME_BOUNDS_S)
+queueing_histogram = partial(Histogram, QUEUEING_BOUNDS_S)
+token_histogram = partial(Histogram, TOKEN_BOUNDS)
+answer_histogram = partial(Histogram, ANSWER_BOUNDS)
+step_histogram = partial(Histogram, STEP_BOUNDS)

@@ -1,4 +1,4 @@
-"""Converts messages to plain data, and shares to text, as the status page has them. The functions are pure."""
+"""Converts messages to plain data, as the status page has them. The functions are pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items() if v not in ("NaN", "Infinity", "-Infinity")}
     return [_finite(v) for v in value] if isinstance(value, list) else value
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.2f} %"

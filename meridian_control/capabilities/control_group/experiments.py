@@ -8,129 +8,83 @@ objects belong to one event loop; all sessions of a replica share one `Experimen
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from bisect import bisect_left
+from collections import deque
+from operator import add
+from typing import TYPE_CHECKING, Any
 
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.common.histogram import Histogram, answer_histogram
+from meridian_control.common.histogram import ANSWER_BOUNDS, answer_histogram
 from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.think_ends import CUT, EMPTY_ANSWER, FINISHED
 from meridian_control.policy.drift_schema import SIGNALS, bin_of
 from meridian_control.policy.shortening_kinds import Kind, kinds_of, not_measured
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from google.protobuf.message import Message
+
     from meridian_control.capabilities.control_group.requests import ControlRequest
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.drift_schema import Bins
     from meridian_control.policy.model import Policy
     from meridian_control.policy.shortening_schema import StagedEntry
 
+    _Counts = fleet_pb2.Savings | fleet_pb2.ShorteningHarm
+
 # Number of newest experiments whose counts are kept apart.
 MAX_EXPERIMENTS = 8
 # Sections of the policy that have no effect on when thinking ends. Of budgets and pressure only entries in force have.
 UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "engine", "budget", "pressure", "preemption"}
 TREATED, CONTROL = "treated", "control"
-
-
-@dataclass
-class Arm:
-    """Counts of closed requests that thought; `ArmCounts` in fleet.proto defines each field."""
-
-    requests: int = 0
-    think_tokens: int = 0
-    think_tokens_squares: float = 0.0
-    stopped: int = 0
-    answers: int = 0
-    answer_tokens: int = 0
-    answer_tokens_squares: float = 0.0
-    reentries: int = 0
-    aborts: int = 0
-    lengths: int = 0
-
-    def add(self, other: Arm) -> None:
-        for name, count in vars(other).items():
-            setattr(self, name, getattr(self, name) + count)
-
-
-@dataclass
-class Ends:
-    """Counts of what became of closed requests after the first end of their thinking.
-
-    `EndCounts` in fleet.proto defines each field.
-    """
-
-    ends: int = 0
-    reentries: int = 0
-    empty_answers: int = 0
-    aborts: int = 0
-    lengths: int = 0
-    answer_tokens: Histogram = field(default_factory=answer_histogram)
-
-    def closed(self, answer_tokens: int, thought_again: bool, reason: agent_pb2.FinishReason.ValueType) -> None:
-        self.ends += 1
-        self.aborts += reason == agent_pb2.FINISH_REASON_ABORT
-        self.lengths += reason in CUT
-        self.reentries += thought_again
-        if not thought_again:
-            self.answer_tokens.add_one(answer_tokens)
-            self.empty_answers += reason in FINISHED and answer_tokens <= EMPTY_ANSWER
-
-    def add(self, other: Ends) -> None:
-        self.ends += other.ends
-        self.reentries += other.reentries
-        self.empty_answers += other.empty_answers
-        self.aborts += other.aborts
-        self.lengths += other.lengths
-        self.answer_tokens += other.answer_tokens
-
-
-@dataclass
-class Judged:
-    """Counts of requests of the control group by what shortening would have done to their answer, and what became of
-    requests after the first end of their thinking. `Savings` and `ShorteningHarm` in fleet.proto define all counts.
-
-    forced_ends: treated requests whose thinking shortening ended first. natural_ends: requests of the control group
-    whose thinking the model itself ended first, after shortening would have.
-    """
-
-    judged: int = 0
-    judged_stops: int = 0
-    harmful: int = 0
-    unjudged: int = 0
-    forced_ends: Ends = field(default_factory=Ends)
-    natural_ends: Ends = field(default_factory=Ends)
-
-    def add(self, other: Judged) -> None:
-        for name in VERDICTS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.forced_ends.add(other.forced_ends)
-        self.natural_ends.add(other.natural_ends)
-
-
+# Counts that add up: of requests of the control group by what shortening would have done to their answer, all of
+# `Savings`, of an arm, and of ends beside their histogram.
 VERDICTS = ("judged", "judged_stops", "harmful", "unjudged")
+COUNTS = ("shadow_saved_tokens", "alike_stops", *VERDICTS)
+ARM_COUNTS = tuple(field.name for field in fleet_pb2.ArmCounts.DESCRIPTOR.fields)
+END_COUNTS = ("ends", "reentries", "empty_answers", "aborts", "lengths")
 
 
-@dataclass
-class Experiment(Judged):
+class KindCounts(dict[Kind, fleet_pb2.ShorteningHarm]):
+    """The counts of each kind of shortening; a kind that has none yet gets zeros."""
+
+    def __missing__(self, kind: Kind) -> fleet_pb2.ShorteningHarm:
+        self[kind] = made = fleet_pb2.ShorteningHarm(kind=kind.kind, name=kind.name)
+        made.forced_ends.CopyFrom(no_ends())
+        made.natural_ends.CopyFrom(no_ends())
+        return made
+
+
+class Experiment:
     """The counts under one set of rules, which came into force with the revision `since_revision`.
 
-    kinds: the counts of each kind of shortening. not_measured: why harm cannot be measured under the rules.
+    counts: as fleet.proto defines them, without `kinds`, samples and estimates. kinds: the counts of each kind of
+    shortening.
     """
 
-    rules: str = ""
-    since_revision: int = 0
-    max_loss: float = 1.0
-    treated: Arm = field(default_factory=Arm)
-    control: Arm = field(default_factory=Arm)
-    shadow_saved_tokens: int = 0
-    alike_stops: int = 0
-    kinds: defaultdict[Kind, Judged] = field(default_factory=lambda: defaultdict(Judged))
-    not_measured: str = ""
-    # By signal: the policy's description of the calibrated requests, and the number of live requests in each bin.
-    references: dict[str, Bins] = field(default_factory=dict)
-    samples: dict[str, list[int]] = field(default_factory=dict)
+    def __init__(self, rules: str = "", since_revision: int = 0, policy: Policy | None = None) -> None:
+        self.counts = fleet_pb2.Savings(
+            rules=rules,
+            since_revision=since_revision,
+            treated=fleet_pb2.ArmCounts(),
+            control=fleet_pb2.ArmCounts(),
+            forced_ends=no_ends(),
+            natural_ends=no_ends(),
+        )
+        self.kinds = KindCounts()
+        # By signal: the policy's description of the calibrated requests, and the number of live requests in each bin.
+        self.references: dict[str, Bins] = {}
+        self.samples: dict[str, list[int]] = {}
+        if policy is None:
+            return
+        self.counts.max_loss, self.counts.not_measured = policy.entropy.max_loss, not_measured(policy)
+        for kind in kinds_of(policy):
+            self.kinds[kind]
+        for signal in SIGNALS:
+            if bins := getattr(policy.entropy, f"{signal}_reference"):
+                self.references[signal], self.samples[signal] = bins, [0] * len(bins)
 
     def closed(
         self,
@@ -153,7 +107,7 @@ class Experiment(Judged):
         if not (table.counted[slot] and think_tokens):
             return []
         has_answer = _has_answer(table, slot, reason)
-        arm = self.control if request is not None else self.treated
+        arm = self.counts.control if request is not None else self.counts.treated
         arm.requests += 1
         arm.think_tokens += think_tokens
         arm.think_tokens_squares += float(think_tokens) ** 2
@@ -174,8 +128,8 @@ class Experiment(Judged):
             verdicts = ["shortened"] if ended_by is not None else []
             kind, side = ended_by, "forced_ends"
         if kind is not None and not handed_over:
-            for counts in (self, self.kinds[kind]):
-                getattr(counts, side).closed(answer_tokens, thought_again, reason)
+            for counts in (self.counts, self.kinds[kind]):
+                _count_end(getattr(counts, side), answer_tokens, thought_again, reason)
         return verdicts
 
     def sampled(self, signal: str, value: float) -> None:
@@ -185,32 +139,37 @@ class Experiment(Judged):
     def _compare(self, request: ControlRequest, think_tokens: int, has_answer: bool) -> list[str]:
         """Compare a request of the control group with the first end that shortening would have made."""
         if request.stopped:
-            self.shadow_saved_tokens += max(0, think_tokens - request.stop_tokens)
+            self.counts.shadow_saved_tokens += max(0, think_tokens - request.stop_tokens)
         # A request is given up because its trial answers change, so a change does not mean harm.
         if not has_answer or request.gives_up:
             return []
         stopped_by = request.stopped_by if request.stopped else None
         if stopped_by is not None and not request.is_judged(think_tokens):
-            self.unjudged += 1
+            self.counts.unjudged += 1
             self.kinds[stopped_by].unjudged += 1
             return ["unjudged"]
-        for counts in (self, *(self.kinds[kind] for kind in request.kinds)):
+        rows: list[_Counts] = [self.counts, *(self.kinds[kind] for kind in request.kinds)]
+        for counts in rows:
             counts.judged += 1
         is_harmful = stopped_by is not None and request.is_harmed
-        self.alike_stops += stopped_by is not None and request.newest is not None and request.newest.is_alike
-        for counts in (self, self.kinds[stopped_by]) if stopped_by is not None else ():
+        is_alike = stopped_by is not None and request.newest is not None and request.newest.is_alike
+        self.counts.alike_stops += is_alike
+        for counts in (self.counts, self.kinds[stopped_by]) if stopped_by is not None else ():
             counts.judged_stops += 1
             counts.harmful += is_harmful
         return ["judged", "harmful"] if is_harmful else ["judged"]
 
-    def add(self, other: Experiment) -> None:  # type: ignore[override]
-        super().add(other)
-        self.treated.add(other.treated)
-        self.control.add(other.control)
-        self.shadow_saved_tokens += other.shadow_saved_tokens
-        self.alike_stops += other.alike_stops
-        for kind, counts in other.kinds.items():
-            self.kinds[kind].add(counts)
+    def message(self) -> fleet_pb2.Savings:
+        """Return all counts."""
+        told = fleet_pb2.Savings()
+        told.CopyFrom(self.counts)
+        told.kinds.extend(harm for _, harm in sorted(self.kinds.items()))
+        references: dict[str, Any] = self.references
+        for signal, bins in references.items():
+            samples, edge = getattr(told, f"{signal}_samples"), "max_nats" if signal == "eat" else "max_value"
+            for reference, seen in zip(bins, self.samples[signal], strict=True):
+                samples.add(**{edge: reference.max_value}, calibrated=reference.requests, seen=seen)
+        return told
 
 
 class Experiments:
@@ -218,7 +177,7 @@ class Experiments:
 
     def __init__(self) -> None:
         self._kept: deque[Experiment] = deque()
-        self._dropped = Experiment()
+        self._dropped = fleet_pb2.Savings()
 
     def experiment_of(self, revision: int, policy: Policy) -> Experiment:
         """Return the experiment of a revision: the newest that is not newer, if its rules are the same, else a new one.
@@ -226,32 +185,26 @@ class Experiments:
         Engines may still apply an older revision while others have a newer one, so the order of calls does not matter.
         """
         rules = rules_of(policy)
-        older = [kept for kept in self._kept if kept.since_revision <= revision]
-        if older and older[-1].rules == rules:
+        older = [kept for kept in self._kept if kept.counts.since_revision <= revision]
+        if older and older[-1].counts.rules == rules:
             return older[-1]
-        experiment = Experiment(rules=rules, since_revision=revision, max_loss=policy.entropy.max_loss)
-        experiment.not_measured = not_measured(policy)
-        for kind in kinds_of(policy):
-            experiment.kinds[kind] = Judged()
-        for signal in SIGNALS:
-            if bins := getattr(policy.entropy, f"{signal}_reference"):
-                experiment.references[signal], experiment.samples[signal] = bins, [0] * len(bins)
+        experiment = Experiment(rules, revision, policy)
         self._kept.insert(len(older), experiment)
         if len(self._kept) > MAX_EXPERIMENTS:
             # Sessions under older rules may go on counting in a dropped experiment, whose later counts are lost.
-            self._dropped.add(self._kept.popleft())
+            add_counts(self._dropped, self._kept.popleft().message())
         return experiment
 
     def newest(self) -> list[Experiment]:
         """Return the newest experiment of each set of rules, the newest first."""
-        by_rules = {kept.rules: kept for kept in self._kept}
-        return [kept for kept in reversed(self._kept) if by_rules[kept.rules] is kept]
+        by_rules = {kept.counts.rules: kept for kept in self._kept}
+        return [kept for kept in reversed(self._kept) if by_rules[kept.counts.rules] is kept]
 
-    def total(self) -> Experiment:
+    def total(self) -> fleet_pb2.Savings:
         """Return the sums over all experiments, which never decrease."""
-        total = Experiment()
-        for experiment in (self._dropped, *self._kept):
-            total.add(experiment)
+        total = fleet_pb2.Savings()
+        for part in (self._dropped, *(kept.message() for kept in self._kept)):
+            add_counts(total, part)
         return total
 
 
@@ -261,6 +214,62 @@ def rules_of(policy: Policy) -> str:
     entries: tuple[StagedEntry, ...] = (*policy.budget, *policy.pressure)
     text += "".join(entry.model_dump_json() for entry in entries if not entry.shadow)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def kind_of(harm: fleet_pb2.ShorteningHarm) -> Kind:
+    return Kind(harm.kind, harm.name)
+
+
+def no_ends() -> fleet_pb2.EndCounts:
+    return fleet_pb2.EndCounts(answer_tokens=answer_histogram().message())
+
+
+def add_counts(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
+    """Add the counts of another experiment or replica, without those of samples."""
+    _add(whole, part, COUNTS)
+    _add(whole.treated, part.treated, ARM_COUNTS)
+    _add(whole.control, part.control, ARM_COUNTS)
+    _add_ends(whole, part)
+    mine = {kind_of(harm): harm for harm in whole.kinds}
+    for theirs in part.kinds:
+        if (harm := mine.get(kind_of(theirs))) is None:
+            whole.kinds.add().CopyFrom(theirs)
+        else:
+            _add(harm, theirs, VERDICTS)
+            _add_ends(harm, theirs)
+            if theirs.HasField("evidence_ratio"):
+                harm.evidence_ratio = theirs.evidence_ratio
+
+
+def _add(whole: Message, part: Message, names: Iterable[str]) -> None:
+    for name in names:
+        setattr(whole, name, getattr(whole, name) + getattr(part, name))
+
+
+def _add_ends(whole: _Counts, part: _Counts) -> None:
+    """Add the ends, unless their histogram has other bounds, as one of a replica of another version may have."""
+    for ours, others in ((whole.forced_ends, part.forced_ends), (whole.natural_ends, part.natural_ends)):
+        if not ours.ends:
+            ours.CopyFrom(others)
+        elif ours.answer_tokens.bounds == others.answer_tokens.bounds:
+            _add(ours, others, END_COUNTS)
+            tokens = ours.answer_tokens
+            tokens.counts[:] = map(add, tokens.counts, others.answer_tokens.counts)
+            tokens.sum += others.answer_tokens.sum
+
+
+def _count_end(
+    counts: fleet_pb2.EndCounts, answer_tokens: int, thought_again: bool, reason: agent_pb2.FinishReason.ValueType
+) -> None:
+    """Count what became of a closed request after the first end of its thinking."""
+    counts.ends += 1
+    counts.aborts += reason == agent_pb2.FINISH_REASON_ABORT
+    counts.lengths += reason in CUT
+    counts.reentries += thought_again
+    if not thought_again:
+        counts.answer_tokens.counts[bisect_left(ANSWER_BOUNDS, answer_tokens)] += 1
+        counts.answer_tokens.sum += answer_tokens
+        counts.empty_answers += reason in FINISHED and answer_tokens <= EMPTY_ANSWER
 
 
 def _has_answer(table: RequestTable, slot: int, reason: agent_pb2.FinishReason.ValueType) -> bool:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.capabilities.control_group.experiments import rules_of
-from meridian_control.capabilities.control_group.savings import WITHDRAWER, evidence_of, kind_of, merged
+from meridian_control.capabilities.control_group.experiments import kind_of, rules_of
+from meridian_control.capabilities.control_group.savings import WITHDRAWER, evidence_of, merged
 from meridian_control.common.drift_bins import SIGNALS, drift_bins, where
 from meridian_control.common.errors import EtagMismatch
 from meridian_control.common.inference import SequentialTest, ShiftTest

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_control.capabilities.control_group.savings import kind_of
+from meridian_control.capabilities.control_group.experiments import kind_of
 from meridian_control.common.metric_entry import counter, gauge
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from meridian.v1 import fleet_pb2
 
-    from meridian_control.capabilities.control_group.experiments import Ends, Experiment
     from meridian_control.fleet.part import Metric
     from meridian_control.policy.shortening_kinds import Kind
 
@@ -128,7 +127,7 @@ ENTRIES = (
 )
 
 
-def values(total: Experiment, withdrawn: bool, savings: fleet_pb2.GetSavingsResponse | None) -> Iterator[Metric]:
+def values(total: fleet_pb2.Savings, withdrawn: bool, savings: fleet_pb2.GetSavingsResponse | None) -> Iterator[Metric]:
     """Yield each metric of the control group with its labels and values.
 
     total: this replica's counts. withdrawn: whether the policy in force is one by which the control plane itself has
@@ -146,7 +145,7 @@ def values(total: Experiment, withdrawn: bool, savings: fleet_pb2.GetSavingsResp
     yield "meridian_arm_events_total", events
     ends: Values = []
     verdicts: Values = []
-    for kind, judged in sorted(total.kinds.items()):
+    for kind, judged in sorted((kind_of(harm), harm) for harm in total.kinds):
         ends += _ends(kind, "forced", judged.forced_ends) + _ends(kind, "natural", judged.natural_ends)
         verdicts += [((*kind, "harmless"), judged.judged - judged.harmful), ((*kind, "harmful"), judged.harmful)]
         verdicts.append(((*kind, "unjudged"), judged.unjudged))
@@ -173,7 +172,7 @@ def values(total: Experiment, withdrawn: bool, savings: fleet_pb2.GetSavingsResp
     yield "meridian_drift_evidence_ratio", [((), evidence) for evidence in drift]
 
 
-def _ends(kind: Kind, end: str, counts: Ends) -> Values:
+def _ends(kind: Kind, end: str, counts: fleet_pb2.EndCounts) -> Values:
     events = {"ended": counts.ends, "reentry": counts.reentries, "empty": counts.empty_answers}
     events |= {"abort": counts.aborts, "length": counts.lengths}
     return [((*kind, end, event), count) for event, count in events.items()]

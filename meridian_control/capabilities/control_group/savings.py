@@ -5,21 +5,21 @@ Estimates are computed from sums over all replicas. The functions are pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group import spills
-from meridian_control.capabilities.control_group.experiments import VERDICTS, rules_of
+from meridian_control.capabilities.control_group.experiments import add_counts, kind_of, rules_of
 from meridian_control.capabilities.control_group.requests import answers_alike
+from meridian_control.common.drift_bins import drift_bins
 from meridian_control.common.inference import Sums, binomial_lower, binomial_upper, difference, saved_ratio
 from meridian_control.policy.drift_schema import SIGNALS
-from meridian_control.policy.shortening_kinds import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_control.capabilities.control_group.experiments import Experiment, Experiments, Judged
+    from meridian_control.capabilities.control_group.experiments import Experiments
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
 
@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 WITHDRAWER = "meridian-harm-guard"
 # Confidence of the intervals and bounds of saving and harm; smallest number of requests on each side for a comparison.
 CONFIDENCE, MIN_REQUESTS = 0.95, 30
-# Counts of `Savings` that add up over replicas.
-COUNTS = ("shadow_saved_tokens", "alike_stops", *VERDICTS)
 ALIKE = "answers begin alike, so that their changes are not seen: set the model's eat_answer_prefix"
-ARMS = ("treated", "control")
 # Fields that only the replica that leads fills in.
 EVIDENCE: tuple[Literal["evidence_ratio"], Literal["drift_evidence_ratio"]] = ("evidence_ratio", "drift_evidence_ratio")
 
@@ -43,41 +40,17 @@ def withdrawn(policy: StoredRevision | None) -> StoredRevision | None:
 def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fleet_pb2.Savings]:
     """Return the counts of the newest experiment of each set of rules, without estimates."""
     in_force = rules_of(policy.policy) if policy is not None else ""
+    told = [kept.message() for kept in experiments.newest()]
+    for savings in told:
+        savings.in_force = savings.rules == in_force
     return [
-        fleet_pb2.Savings(
-            rules=kept.rules,
-            since_revision=kept.since_revision,
-            in_force=kept.rules == in_force,
-            max_loss=kept.max_loss,
-            treated=fleet_pb2.ArmCounts(**vars(kept.treated)),
-            control=fleet_pb2.ArmCounts(**vars(kept.control)),
-            forced_ends=spills.message(kept.forced_ends),
-            natural_ends=spills.message(kept.natural_ends),
-            kinds=[_harm(kind, counts) for kind, counts in sorted(kept.kinds.items())],
-            not_measured=kept.not_measured,
-            **{name: getattr(kept, name) for name in COUNTS},
-            **_samples(kept),
-        )
-        for kept in experiments.newest()
-        if kept.rules == in_force
-        or kept.treated.requests
-        or kept.control.requests
-        or any(any(seen) for seen in kept.samples.values())
+        savings
+        for savings in told
+        if savings.in_force
+        or savings.treated.requests
+        or savings.control.requests
+        or any(sample_bin.seen for bins in drift_bins(savings).values() for sample_bin in bins)
     ]
-
-
-def _harm(kind: Kind, counts: Judged) -> fleet_pb2.ShorteningHarm:
-    return fleet_pb2.ShorteningHarm(
-        kind=kind.kind,
-        name=kind.name,
-        forced_ends=spills.message(counts.forced_ends),
-        natural_ends=spills.message(counts.natural_ends),
-        **{name: getattr(counts, name) for name in VERDICTS},
-    )
-
-
-def kind_of(harm: fleet_pb2.ShorteningHarm) -> Kind:
-    return Kind(harm.kind, harm.name)
 
 
 def harming(
@@ -93,24 +66,6 @@ def harming(
         for harm in whole.kinds
         if harm.evidence_ratio >= 1 or (harm.HasField("harm_ratio") and harm.harm_ratio.low > whole.max_loss)
     ]
-
-
-def _samples(kept: Experiment) -> dict[str, Any]:
-    """Return the fields of Savings with the bins of each signal: the requests of the calibration and the live requests
-    in each bin."""
-    fields: dict[str, Any] = {}
-    for signal in kept.references:
-        bins: Any = kept.references[signal]
-        seen = zip(bins, kept.samples[signal], strict=True)
-        message_type, edge = (
-            (fleet_pb2.EatSamples, "max_nats") if signal == "eat" else (fleet_pb2.SignalSamples, "max_value")
-        )
-        counts = [
-            {edge: reference.max_value, "calibrated": reference.requests, "seen": requests}
-            for reference, requests in seen
-        ]
-        fields[f"{signal}_samples"] = [message_type(**values) for values in counts]
-    return fields
 
 
 def evidence_of(savings: fleet_pb2.Savings) -> fleet_pb2.Savings:
@@ -156,8 +111,7 @@ def merged(answers: Iterable[fleet_pb2.GetSavingsResponse]) -> fleet_pb2.GetSavi
 def _add(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
     whole.since_revision = min(whole.since_revision, part.since_revision)
     whole.in_force |= part.in_force
-    for name in COUNTS:
-        setattr(whole, name, getattr(whole, name) + getattr(part, name))
+    add_counts(whole, part)
     for signal in SIGNALS:
         name = f"{signal}_samples"
         for here, there in zip(getattr(whole, name), getattr(part, name), strict=False):
@@ -165,24 +119,7 @@ def _add(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
     for name in EVIDENCE:
         if part.HasField(name):
             setattr(whole, name, getattr(part, name))
-    for arm in ARMS:
-        ours, others = getattr(whole, arm), getattr(part, arm)
-        for count in fleet_pb2.ArmCounts.DESCRIPTOR.fields:
-            setattr(ours, count.name, getattr(ours, count.name) + getattr(others, count.name))
-    spills.add(whole.forced_ends, part.forced_ends)
-    spills.add(whole.natural_ends, part.natural_ends)
     whole.not_measured = whole.not_measured or part.not_measured
-    mine = {kind_of(harm): harm for harm in whole.kinds}
-    for theirs in part.kinds:
-        if (harm := mine.get(kind_of(theirs))) is None:
-            whole.kinds.add().CopyFrom(theirs)
-            continue
-        for name in VERDICTS:
-            setattr(harm, name, getattr(harm, name) + getattr(theirs, name))
-        spills.add(harm.forced_ends, theirs.forced_ends)
-        spills.add(harm.natural_ends, theirs.natural_ends)
-        if theirs.HasField("evidence_ratio"):
-            harm.evidence_ratio = theirs.evidence_ratio
 
 
 def estimate(counts: fleet_pb2.Savings) -> None:

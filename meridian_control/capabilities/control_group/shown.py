@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from meridian_control.capabilities.control_group.savings import harming, kind_of
+from meridian_control.capabilities.control_group.experiments import kind_of
+from meridian_control.capabilities.control_group.savings import harming
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.harm_words import unmeasured_reason
-from meridian_control.common.plain_data import percent, plain
+from meridian_control.common.look import percent
+from meridian_control.common.plain_data import plain
 from meridian_control.fleet.part import Shown
 
 if TYPE_CHECKING:
@@ -63,7 +65,8 @@ def harm_text(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet
     """Return the measured harm, of all kinds or of one, its upper bound and the harm that the policy allows."""
     if not harm.HasField("harm_ratio"):
         return "not measured: " + unmeasured_reason(harm, savings)
-    value, high, allowed = map(percent, (harm.harm_ratio.value, harm.harm_ratio.high, savings.max_loss))
+    shares = (harm.harm_ratio.value, harm.harm_ratio.high, savings.max_loss)
+    value, high, allowed = (percent(share, 2) for share in shares)
     return f"{value}, at most {high}; allowed {allowed}" + _evidence_text(harm, "evidence_ratio")
 
 
@@ -87,7 +90,7 @@ def _evidence_text(
     savings: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, field: Literal["evidence_ratio", "drift_evidence_ratio"]
 ) -> str:
     """Return the evidence as a share of that at which the control plane withdraws; empty if it is not known."""
-    return f"; evidence {percent(getattr(savings, field))}" if savings.HasField(field) else ""  # type: ignore[arg-type]
+    return f"; evidence {percent(getattr(savings, field), 2)}" if savings.HasField(field) else ""  # type: ignore[arg-type]
 
 
 def withdrawal_text(compared: fleet_pb2.GetSavingsResponse) -> str:

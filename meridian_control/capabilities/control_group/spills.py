@@ -8,41 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from meridian.v1 import fleet_pb2
 
 from meridian_control.common.histogram import Histogram
 from meridian_control.common.inference import share_difference
 
 if TYPE_CHECKING:
-    from meridian_control.capabilities.control_group.experiments import Ends
+    from meridian.v1 import fleet_pb2
+
     from meridian_control.common.inference import Estimate
 
 # An answer is unusually long if it is longer than this share of the answers after natural ends.
 USUAL_SHARE = 0.95
 # Confidence of the intervals. Alerts look at them all the time, so it is higher than that of other intervals.
 CONFIDENCE = 0.99
-# Counts of `EndCounts` that add up over replicas, beside the histogram.
-COUNTS = ("ends", "reentries", "empty_answers", "aborts", "lengths")
-
-
-def message(ends: Ends) -> fleet_pb2.EndCounts:
-    return fleet_pb2.EndCounts(
-        **{name: getattr(ends, name) for name in COUNTS}, answer_tokens=ends.answer_tokens.message()
-    )
-
-
-def add(whole: fleet_pb2.EndCounts, part: fleet_pb2.EndCounts) -> None:
-    """Add the counts of another replica, unless its histogram has other bounds, as one of another version may have."""
-    if not whole.ends:
-        whole.CopyFrom(part)
-        return
-    if whole.answer_tokens.bounds != part.answer_tokens.bounds:
-        return
-    both = _histogram(whole.answer_tokens)
-    both += _histogram(part.answer_tokens)
-    whole.answer_tokens.CopyFrom(both.message())
-    for name in COUNTS:
-        setattr(whole, name, getattr(whole, name) + getattr(part, name))
 
 
 def estimate(savings: fleet_pb2.Savings, min_ends: int) -> None:

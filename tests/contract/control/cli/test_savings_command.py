@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from meridian.v1 import fleet_pb2
 
-from meridian_control.capabilities.control_group import spills
-from meridian_control.capabilities.control_group.experiments import Ends
 from meridian_control.capabilities.control_group.savings import estimate
+from meridian_control.common.histogram import answer_histogram
 from tests.contract.ctl import OK, Control, engine
 
 
@@ -19,11 +18,11 @@ def compared(**fields: Any) -> fleet_pb2.Savings:
     counts = {"since_revision": 4, "in_force": True, "max_loss": 0.01, "shadow_saved_tokens": 3900, **fields}
     made = fleet_pb2.Savings(treated=treated, control=control, **counts)
     made.treated.answer_tokens = 800
-    forced, natural = Ends(60, reentries=6, aborts=3), Ends(50, empty_answers=1)
-    forced.answer_tokens.add(np.array([70.0] * 42 + [500] * 12))
-    natural.answer_tokens.add(np.array([70.0] * 48 + [500] * 2))
-    made.forced_ends.CopyFrom(spills.message(forced))
-    made.natural_ends.CopyFrom(spills.message(natural))
+    forced, natural = answer_histogram(), answer_histogram()
+    forced.add(np.array([70.0] * 42 + [500] * 12))
+    natural.add(np.array([70.0] * 48 + [500] * 2))
+    made.forced_ends.CopyFrom(fleet_pb2.EndCounts(ends=60, reentries=6, aborts=3, answer_tokens=forced.message()))
+    made.natural_ends.CopyFrom(fleet_pb2.EndCounts(ends=50, empty_answers=1, answer_tokens=natural.message()))
     estimate(made)
     return made
 

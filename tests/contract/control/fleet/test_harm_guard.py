@@ -47,8 +47,8 @@ def harm(control: Control, harmful: int = 20, of: int = 40) -> None:
 
 def judge(experiment: Experiment, harmful: int, of: int, kind: Kind = ENTROPY) -> None:
     """Count judged requests of the control group that the kind would have ended."""
-    experiment.control.requests += of
-    for counts in (experiment, experiment.kinds[kind]):
+    experiment.counts.control.requests += of
+    for counts in (experiment.counts, experiment.kinds[kind]):
         counts.judged += of
         counts.judged_stops += of
         counts.harmful += harmful
@@ -228,7 +228,7 @@ async def test_unmeasured_harm_withdraws_nothing(control: Control) -> None:
     await control.set_policy(RULES)
     harm(control)
     experiment = control.fleet.part(Comparisons).experiments.newest()[0]
-    experiment.unjudged = experiment.kinds[ENTROPY].unjudged = 41
+    experiment.counts.unjudged = experiment.kinds[ENTROPY].unjudged = 41
     await control.fleet.part(Comparisons).tick()
     assert control.fleet.policy is not None
     assert control.fleet.policy.policy == RULES

@@ -155,11 +155,15 @@ async def test_the_page_compares_treated_requests_with_the_control_group(tmp_pat
     async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
         stored = await control.set_policy(policy(entropy={"shadow": False}))
         experiment = control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
-        for arm, tokens in ((experiment.treated, 50), (experiment.control, 100)):
+        for arm, tokens in ((experiment.counts.treated, 50), (experiment.counts.control, 100)):
             arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
-        for judged in (experiment, experiment.kinds[ENTROPY]):
+        for judged in (experiment.counts, experiment.kinds[ENTROPY]):
             judged.judged, judged.judged_stops, judged.harmful = 40, 40, 20
-        experiment.forced_ends.ends, experiment.forced_ends.reentries, experiment.natural_ends.ends = 30, 12, 30
+        (
+            experiment.counts.forced_ends.ends,
+            experiment.counts.forced_ends.reentries,
+            experiment.counts.natural_ends.ends,
+        ) = 30, 12, 30
         told = await first_event(session, address)
         (row,) = told["savings"]
         assert (row["in_force"], row["since_revision"]) == (True, str(stored.revision))
@@ -324,9 +328,9 @@ async def test_the_last_hour_is_drawn(browser: Browser, tmp_path: Path, monkeypa
     async with served(tmp_path) as (control, address), browsing(browser) as (page, complaints):
         stored = await control.set_policy(policy(entropy={"shadow": False}, scheduler={"max_think_tokens": 5}))
         experiment = control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
-        for arm, tokens in ((experiment.treated, 50), (experiment.control, 100)):
+        for arm, tokens in ((experiment.counts.treated, 50), (experiment.counts.control, 100)):
             arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
-        experiment.judged, experiment.judged_stops = 400, 40
+        experiment.counts.judged, experiment.counts.judged_stops = 400, 40
         with LinkedEngine([control.target]) as linked:
             await one_life(control, linked)
             async with aiohttp.ClientSession() as session:
@@ -338,7 +342,7 @@ async def test_the_last_hour_is_drawn(browser: Browser, tmp_path: Path, monkeypa
                 while (await points())[-1]["revision"] != control.fleet.revision:
                     await asyncio.sleep(0.02)
                 assert (await points())[-1]["saved_ratio"] == 0.5
-                experiment.treated.requests += 40
+                experiment.counts.treated.requests += 40
                 while not any(p.get("saved_tokens_per_s") for p in await points()):
                     await asyncio.sleep(0.02)
                 await control.set_policy(policy(scheduler={"max_think_tokens": 7}))

@@ -177,9 +177,13 @@ async def test_calls(own: Process) -> None:
 def test_the_control_group_in_metrics() -> None:
     fleet = Fleet(utc_now, capabilities=CAPABILITIES)
     experiment = fleet.part(Comparisons).experiments.experiment_of(3, policy(entropy={"shadow": False}))
-    experiment.control.requests, experiment.control.think_tokens, experiment.treated.aborts = 7, 700, 2
+    experiment.counts.control.requests, experiment.counts.control.think_tokens, experiment.counts.treated.aborts = (
+        7,
+        700,
+        2,
+    )
     budget = experiment.kinds[Kind("budget", "acme")]
-    budget.judged, budget.harmful, budget.unjudged, experiment.shadow_saved_tokens = 5, 1, 2, 40
+    budget.judged, budget.harmful, budget.unjudged, experiment.counts.shadow_saved_tokens = 5, 1, 2, 40
     told = fleet_pb2.Savings(in_force=True, evidence_ratio=0.5, drift_evidence_ratio=0.25)
     told.saved_ratio.value, told.saved_ratio.low, told.saved_ratio.high = 0.3, 0.1, 0.5
     older = fleet_pb2.Savings(evidence_ratio=9.0)

@@ -110,7 +110,7 @@ def test_harm_that_is_not_measured_is_not_0(entropy: dict[str, Any], capabilitie
     made.step(THINK + 20)
     told = made.session.part(ControlGroup).experiment
     assert told is not None
-    assert told.not_measured == why
+    assert told.counts.not_measured == why
     if entropy.get("holdout_share", 1):
         assert not harm_of(made, "budget").HasField("harm_ratio")
         assert counts(made).control.think_tokens == THINK, "it is the control group although it cannot be judged"

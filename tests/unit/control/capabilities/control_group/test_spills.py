@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.capabilities.control_group import savings, spills
-from meridian_control.capabilities.control_group.experiments import Ends
+from meridian_control.capabilities.control_group import savings
+from meridian_control.common.histogram import answer_histogram
 from tests.fakes.tables import policy
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, HALF, RULES, TREATED, counts
 from tests.unit.sessions import EARLY, stream
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MARGIN = 0.05
 
@@ -104,9 +107,17 @@ def test_a_request_that_no_rule_would_have_ended_is_on_neither_side() -> None:
 
 
 def ends(lengths: list[int], reentries: int = 0) -> fleet_pb2.EndCounts:
-    made = Ends(len(lengths) + reentries, reentries)
-    made.answer_tokens.add(np.array(lengths, float))
-    return spills.message(made)
+    made = fleet_pb2.EndCounts(ends=len(lengths) + reentries, reentries=reentries)
+    return count_answers(made, np.array(lengths, float))
+
+
+def count_answers(made: fleet_pb2.EndCounts, lengths: NDArray[np.float64]) -> fleet_pb2.EndCounts:
+    tokens = answer_histogram()
+    if made.HasField("answer_tokens"):
+        tokens.add_counts(np.array(made.answer_tokens.counts, np.int64), made.answer_tokens.sum)
+    tokens.add(lengths)
+    made.answer_tokens.CopyFrom(tokens.message())
+    return made
 
 
 def compared(forced: fleet_pb2.EndCounts, natural: fleet_pb2.EndCounts) -> fleet_pb2.Savings:
@@ -163,16 +174,16 @@ def alarm(rng: np.random.Generator, spilled: float, reentry: float, natural: int
     There are 49 forced ends for each natural one, as at the default share. spilled: share of the forced ends with a
     tenfold answer. reentry: share of all ends after which the request thinks again. The looks are 5 natural ends apart.
     """
-    forced, usual = Ends(), Ends()
+    forced, usual = fleet_pb2.EndCounts(), fleet_pb2.EndCounts()
     for number in range(1, natural + 1):
         for made, count, long in ((usual, 1, 0.0), (forced, 49, spilled)):
             again = int(rng.binomial(count, reentry))
             made.ends += count
             made.reentries += again
             lengths = rng.lognormal(5.5, 0.8, count - again)
-            made.answer_tokens.add(np.where(rng.random(len(lengths)) < long, 10 * lengths, lengths))
+            count_answers(made, np.where(rng.random(len(lengths)) < long, 10 * lengths, lengths))
         if number % 5 == 0:
-            told = compared(spills.message(forced), spills.message(usual))
+            told = compared(forced, usual)
             if told.HasField("spills") and told.spills.low > MARGIN:
                 return number
     return None

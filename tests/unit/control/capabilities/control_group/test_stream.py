@@ -306,11 +306,11 @@ def test_experiments_are_few_and_their_sums_never_fall() -> None:
         rules = policy(entropy={"rpdi_threshold": float(revision)})
         experiment = experiments.experiment_of(revision, rules)
         assert experiments.experiment_of(revision, rules) is experiment
-        experiment.judged += 1
-        experiment.control.requests += 2
+        experiment.counts.judged += 1
+        experiment.counts.control.requests += 2
         assert (experiments.total().judged, experiments.total().control.requests) == (revision, 2 * revision)
     assert len(experiments.newest()) == MAX_EXPERIMENTS
-    assert experiments.newest()[0].rules == rules_of(rules)
+    assert experiments.newest()[0].counts.rules == rules_of(rules)
 
 
 def test_the_same_rules_after_others_begin_anew() -> None:
@@ -321,7 +321,7 @@ def test_the_same_rules_after_others_begin_anew() -> None:
     again = experiments.experiment_of(7, rules)
     assert again is not first
     assert experiments.experiment_of(5, rules) is first, "a late engine still counts under the older revision"
-    assert [kept.since_revision for kept in experiments.newest()] == [7, 6]
+    assert [kept.counts.since_revision for kept in experiments.newest()] == [7, 6]
 
 
 # ------------------------------------------------------------------------------------------------- signals go bad
