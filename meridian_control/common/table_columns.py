@@ -30,97 +30,112 @@ CONFIRM_HISTORY = 4
 # of them at each sentence end.
 RANK_HISTORY = 8 + CONFIRM_HISTORY - 1
 
-# Name of each column: (type, value in the row of a new request).
-COLUMNS: dict[str, tuple[Any, Any]] = {
-    "live": (bool, True),
-    "phase": (np.uint8, 0),
+
+def column(kind: Any, new: Any, number: int = 0) -> Any:
+    """Declare a column. kind: its type. new: the value in the row of a new request. number: values per request of a
+    column that has several."""
+    return (kind, new, number) if number else (kind, new)
+
+
+class Columns:
+    """The columns as typed attributes, each [slots]."""
+
+    live: NDArray[np.bool_] = column(bool, True)
+    phase: NDArray[np.uint8] = column(np.uint8, 0)
     # Index of the policy that holds for the request, among the session's policies.
-    "group": (np.int64, 0),
+    group: NDArray[np.int64] = column(np.int64, 0)
     # Floor of thinking tokens that the request itself asks for.
-    "own_min_think_tokens": (np.int64, 0),
-    "prompt_tokens": (np.int64, 0),
-    "think_tokens": (np.int64, 0),
-    "output_tokens": (np.int64, 0),
-    "preempted": (bool, False),
+    own_min_think_tokens: NDArray[np.int64] = column(np.int64, 0)
+    prompt_tokens: NDArray[np.int64] = column(np.int64, 0)
+    think_tokens: NDArray[np.int64] = column(np.int64, 0)
+    output_tokens: NDArray[np.int64] = column(np.int64, 0)
+    preempted: NDArray[np.bool_] = column(bool, False)
     # Whether the request waits for its first step, and the agent will report its queueing time.
-    "queued": (bool, False),
+    queued: NDArray[np.bool_] = column(bool, False)
     # Whether the engine leaves the request unmeasured while no rule in force reads signals.
-    "unmeasured": (bool, False),
+    unmeasured: NDArray[np.bool_] = column(bool, False)
     # Time of the request's newest token, or of its opening before the first token: milliseconds on the session's clock.
-    "token_ms": (np.float64, 0.0),
-    "newest_token": (np.uint8, NO_TOKEN),
+    token_ms: NDArray[np.float64] = column(np.float64, 0.0)
+    newest_token: NDArray[np.uint8] = column(np.uint8, NO_TOKEN)
     # Signals of the newest token.
-    "entropy_nats": (np.float32, np.nan),
-    "end_rank": (np.uint32, 0),
-    "end_logprob_nats": (np.float32, np.nan),
+    entropy_nats: NDArray[np.float32] = column(np.float32, np.nan)
+    end_rank: NDArray[np.uint32] = column(np.uint32, 0)
+    end_logprob_nats: NDArray[np.float32] = column(np.float32, np.nan)
     # Sums and count of the token entropies of the thinking so far, for RPDI.
-    "entropy_sum": (np.float64, 0.0),
-    "entropy_window_sum": (np.float64, 0.0),
-    "entropy_count": (np.int64, 0),
+    entropy_sum: NDArray[np.float64] = column(np.float64, 0.0)
+    entropy_window_sum: NDArray[np.float64] = column(np.float64, 0.0)
+    entropy_count: NDArray[np.int64] = column(np.int64, 0)
     # Whether the newest token ends a sentence; whether its row reported the rank at a sentence end; number of ranks
     # reported so far.
-    "at_boundary": (bool, False),
-    "boundary_now": (bool, False),
-    "boundary_count": (np.int64, 0),
+    at_boundary: NDArray[np.bool_] = column(bool, False)
+    boundary_now: NDArray[np.bool_] = column(bool, False)
+    boundary_count: NDArray[np.int64] = column(np.int64, 0)
     # The newest EAT sample, the exponential moving mean and variance of the samples, and their number.
-    "eat_nats": (np.float64, np.nan),
-    "eat_ema_nats": (np.float64, np.nan),
-    "eat_ema_variance": (np.float64, 0.0),
-    "eat_count": (np.int64, 0),
+    eat_nats: NDArray[np.float64] = column(np.float64, np.nan)
+    eat_ema_nats: NDArray[np.float64] = column(np.float64, np.nan)
+    eat_ema_variance: NDArray[np.float64] = column(np.float64, 0.0)
+    eat_count: NDArray[np.int64] = column(np.int64, 0)
     # Thinking tokens at which the newest EAT sample was measured.
-    "eat_think_tokens": (np.int64, 0),
-    "next_probe_tokens": (np.int64, 0),
-    "probe_open": (bool, False),
+    eat_think_tokens: NDArray[np.int64] = column(np.int64, 0)
+    next_probe_tokens: NDArray[np.int64] = column(np.int64, 0)
+    probe_open: NDArray[np.bool_] = column(bool, False)
     # Whether the newest probe found that the answer would be empty; whether the request was probed near its cap;
     # whether the cap was extended because the answer would be empty.
-    "empty_answer": (bool, False),
-    "cap_probed": (bool, False),
-    "extended": (bool, False),
+    empty_answer: NDArray[np.bool_] = column(bool, False)
+    cap_probed: NDArray[np.bool_] = column(bool, False)
+    extended: NDArray[np.bool_] = column(bool, False)
     # Cycle in which the newest thinking tokens repeat, as of the newest report: tokens of a round, and tokens that
     # repeat; 0 for no cycle.
-    "loop_period": (np.int64, 0),
-    "loop_tokens": (np.int64, 0),
+    loop_period: NDArray[np.int64] = column(np.int64, 0)
+    loop_tokens: NDArray[np.int64] = column(np.int64, 0)
     # Whether the newest report closes the request.
-    "closing": (bool, False),
+    closing: NDArray[np.bool_] = column(bool, False)
     # Newest decisions that are in force on the agent. Of ranks, the agent is sent only those that differ from the one
     # that it gives the request's phase by itself.
-    "rank": (np.int64, UNTOLD),
+    rank: NDArray[np.int64] = column(np.int64, UNTOLD)
     # Phase of the request when `rank` was decided. The agent drops a rank when the phase changes.
-    "ranked_phase": (np.uint8, UNRANKED),
-    "tier": (np.uint8, 0),
-    "max_think_tokens": (np.int64, UNTOLD),
-    "cap_shadow": (bool, False),
+    ranked_phase: NDArray[np.uint8] = column(np.uint8, UNRANKED)
+    tier: NDArray[np.uint8] = column(np.uint8, 0)
+    max_think_tokens: NDArray[np.int64] = column(np.int64, UNTOLD)
+    cap_shadow: NDArray[np.bool_] = column(bool, False)
     # Answer reserve that was sent with the cap, 0 for none.
-    "answer_reserve_tokens": (np.int64, 0),
+    answer_reserve_tokens: NDArray[np.int64] = column(np.int64, 0)
     # Whether thinking has ended at least once; whether its newest end was forced.
-    "ended": (bool, False),
-    "forced": (bool, False),
+    ended: NDArray[np.bool_] = column(bool, False)
+    forced: NDArray[np.bool_] = column(bool, False)
     # How thinking ended the first time; whether thinking has ended more than once.
-    "first_end": (np.uint8, NO_END),
-    "reentered": (bool, False),
+    first_end: NDArray[np.uint8] = column(np.uint8, NO_END)
+    reentered: NDArray[np.bool_] = column(bool, False)
     # Whether the request is held out, so that nothing shortens it; whether it counts as treated or as held out when it
     # closes.
-    "control": (bool, False),
-    "counted": (bool, False),
+    control: NDArray[np.bool_] = column(bool, False)
+    counted: NDArray[np.bool_] = column(bool, False)
     # The signals whose first value that a rule could read is still to be compared with the calibration, one bit for
     # each of drift_schema.SIGNALS.
-    "awaited_signals": (np.uint8, 0),
+    awaited_signals: NDArray[np.uint8] = column(np.uint8, 0)
     # The rule that ended the request's thinking, as a ForceReason.
-    "end_decided": (np.uint8, 0),
+    end_decided: NDArray[np.uint8] = column(np.uint8, 0)
     # The rules in shadow that fired for the request, one bit for each ForceReason.
-    "shadow_decided": (np.uint32, 0),
-}
+    shadow_decided: NDArray[np.uint32] = column(np.uint32, 0)
 
-# Name of each column with several values per request, newest first: (type, value in the row of a new request, number).
-HISTORIES: dict[str, tuple[Any, Any, int]] = {
+    # Columns with several values per request, [slots, number], newest first.
     # End-marker ranks at the newest sentence ends of the thinking.
-    "boundary_ranks": (np.int64, 0, RANK_HISTORY),
+    boundary_ranks: NDArray[np.int64] = column(np.int64, 0, RANK_HISTORY)
     # RPDI at the newest sentence ends.
-    "boundary_rpdi": (np.float64, np.nan, CONFIRM_HISTORY),
+    boundary_rpdi: NDArray[np.float64] = column(np.float64, np.nan, CONFIRM_HISTORY)
     # The moving mean and variance of EAT after the samples before the newest one.
-    "earlier_eat_ema_nats": (np.float64, np.nan, CONFIRM_HISTORY - 1),
-    "earlier_eat_ema_variance": (np.float64, np.nan, CONFIRM_HISTORY - 1),
-}
+    earlier_eat_ema_nats: NDArray[np.float64] = column(np.float64, np.nan, CONFIRM_HISTORY - 1)
+    earlier_eat_ema_variance: NDArray[np.float64] = column(np.float64, np.nan, CONFIRM_HISTORY - 1)
+
+
+# By name of each column: (type, value in the row of a new request); and of each with several values, their number, too.
+COLUMNS: dict[str, tuple[Any, Any]] = {}
+HISTORIES: dict[str, tuple[Any, Any, int]] = {}
+for _name in Columns.__annotations__:
+    _declared = vars(Columns)[_name]
+    (HISTORIES if len(_declared) == 3 else COLUMNS)[_name] = _declared
+    # A table sets the attribute, and what reads some columns at some moments looks them up as they are asked for.
+    delattr(Columns, _name)
 
 # The columns that token rows change, the columns that a probe's result changes, and the others from which the decision
 # log takes a decision's signals. The table keeps each request's values of them side by side, in rows of SIGNAL_ROW, so
@@ -190,61 +205,3 @@ BY_TYPE: dict[Any, tuple[str, ...]] = {
     kind: tuple(name for name, (own, _) in COLUMNS.items() if own is kind and name not in SIGNAL_COLUMNS)
     for kind, _ in COLUMNS.values()
 }
-
-
-class Columns:
-    """The columns as typed attributes, each [slots]; the columns of HISTORIES are [slots, number]."""
-
-    live: NDArray[np.bool_]
-    phase: NDArray[np.uint8]
-    group: NDArray[np.int64]
-    own_min_think_tokens: NDArray[np.int64]
-    prompt_tokens: NDArray[np.int64]
-    think_tokens: NDArray[np.int64]
-    output_tokens: NDArray[np.int64]
-    preempted: NDArray[np.bool_]
-    queued: NDArray[np.bool_]
-    unmeasured: NDArray[np.bool_]
-    token_ms: NDArray[np.float64]
-    newest_token: NDArray[np.uint8]
-    entropy_nats: NDArray[np.float32]
-    end_rank: NDArray[np.uint32]
-    end_logprob_nats: NDArray[np.float32]
-    entropy_sum: NDArray[np.float64]
-    entropy_window_sum: NDArray[np.float64]
-    entropy_count: NDArray[np.int64]
-    at_boundary: NDArray[np.bool_]
-    boundary_now: NDArray[np.bool_]
-    boundary_count: NDArray[np.int64]
-    eat_nats: NDArray[np.float64]
-    eat_ema_nats: NDArray[np.float64]
-    eat_ema_variance: NDArray[np.float64]
-    eat_count: NDArray[np.int64]
-    eat_think_tokens: NDArray[np.int64]
-    next_probe_tokens: NDArray[np.int64]
-    probe_open: NDArray[np.bool_]
-    empty_answer: NDArray[np.bool_]
-    cap_probed: NDArray[np.bool_]
-    extended: NDArray[np.bool_]
-    loop_period: NDArray[np.int64]
-    loop_tokens: NDArray[np.int64]
-    closing: NDArray[np.bool_]
-    rank: NDArray[np.int64]
-    ranked_phase: NDArray[np.uint8]
-    tier: NDArray[np.uint8]
-    max_think_tokens: NDArray[np.int64]
-    cap_shadow: NDArray[np.bool_]
-    answer_reserve_tokens: NDArray[np.int64]
-    ended: NDArray[np.bool_]
-    forced: NDArray[np.bool_]
-    first_end: NDArray[np.uint8]
-    reentered: NDArray[np.bool_]
-    control: NDArray[np.bool_]
-    counted: NDArray[np.bool_]
-    awaited_signals: NDArray[np.uint8]
-    end_decided: NDArray[np.uint8]
-    shadow_decided: NDArray[np.uint32]
-    boundary_ranks: NDArray[np.int64]
-    boundary_rpdi: NDArray[np.float64]
-    earlier_eat_ema_nats: NDArray[np.float64]
-    earlier_eat_ema_variance: NDArray[np.float64]
