@@ -27,8 +27,8 @@ from meridian_control.policy.initial import initial_policy
 from meridian_control.policy.store import PolicyStore
 from meridian_control.rollout.driver import Rollouts
 from meridian_control.rollout.store import RolloutStore
-from meridian_control.server.guarded import guarded
 from meridian_control.server.roles import Access
+from meridian_control.server.server import ControlServer
 from meridian_control.storage.database import Database
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from meridian_control.journal.log import DecisionLog
     from meridian_control.server.interceptor import Gate
     from meridian_control.server.rate_limits import CallLimits
-    from meridian_control.server.server import ControlServer
 
 
 @dataclass(frozen=True)
@@ -113,13 +112,13 @@ def build(
     freezes = FreezeStore(database, fleet.clock, fleet.freezes.renew)
     fence = replicas.fence if replicas is not None else None
     rollouts = Rollouts(RolloutStore(store), fleet, fleet.clock, whole.led_engines, whole.leads, fence=fence)
-    gate, server = guarded(
+    server = ControlServer(
         store, whole, rollouts, freezes, clock, access=access, limits=limits, interceptors=interceptors
     )
     for part in fleet.parts.values():
         part.attach(Beside(whole.replica_id, whole.peers, whole.leads, rollouts, database, clock))
     known = KnownEngines(database, fleet)
-    return Parts(store, whole, rollouts, freezes, known, gate, server, replicas, directory)
+    return Parts(store, whole, rollouts, freezes, known, server.gate, server, replicas, directory)
 
 
 async def assemble(

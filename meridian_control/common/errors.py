@@ -3,28 +3,9 @@
 The module owns the exception classes and their mapping to status codes, and does not know which code raises an error.
 The errors are plain values, usable on any thread; `abort_with` belongs to the event loop of the gRPC server.
 
-    MeridianError               INTERNAL             internal
-    ├── Unauthenticated         UNAUTHENTICATED      unauthenticated
-    ├── PermissionDenied        PERMISSION_DENIED    permission_denied
-    │   └── HostOnly            PERMISSION_DENIED    host_only
-    ├── TooMany                 RESOURCE_EXHAUSTED   too_many
-    ├── MemoryExceeded          RESOURCE_EXHAUSTED   memory_exceeded
-    ├── InvalidRequest          INVALID_ARGUMENT     invalid_request
-    │   └── BadReport           INVALID_ARGUMENT     invalid_request
-    ├── PolicyError             INVALID_ARGUMENT     policy_invalid
-    ├── EtagMismatch            ABORTED              etag_mismatch
-    ├── NotFound                NOT_FOUND            not_found
-    ├── StoredPolicyUnreadable  FAILED_PRECONDITION  stored_policy_unreadable
-    ├── RolloutActive           FAILED_PRECONDITION  rollout_active
-    ├── RolloutEnded            FAILED_PRECONDITION  rollout_ended
-    ├── StoreUnavailable        UNAVAILABLE          store_unavailable
-    ├── NotLeading              UNAVAILABLE          not_leading
-    ├── ReplicaUnavailable      UNAVAILABLE          replica_unavailable
-    └── RecordingTooSlow        RESOURCE_EXHAUSTED   recording_too_slow
-
-The last column is `code`, which is the metric label and, in upper case, the reason in the google.rpc.ErrorInfo that
-every error carries. Codes are stable. A BadRequest lists bad fields, a PreconditionFailure names the state that forbids
-the call, and a RetryInfo says when a caller may retry.
+The `code` of a class is the metric label and, in upper case, the reason in the google.rpc.ErrorInfo that every error
+carries. Codes are stable, and a class without its own has that of its base. A BadRequest lists bad fields, a
+PreconditionFailure names the state that forbids the call, and a RetryInfo says when a caller may retry.
 """
 # ruff: noqa: N818 - each class is named after the condition that it reports, without the suffix Error
 
@@ -38,6 +19,7 @@ import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc import StatusCode
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 
 DOMAIN = "meridian"
@@ -71,7 +53,7 @@ class MeridianError(Exception):
     """Base class of every error that the control plane raises on purpose."""
 
     code: ClassVar[str] = "internal"
-    status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    status: ClassVar[StatusCode] = StatusCode.INTERNAL
 
     # Machine-readable facts for the ErrorInfo; type and subject of the failed precondition, None for none; and the
     # seconds after which to retry, None if a retry makes no sense.
@@ -79,27 +61,24 @@ class MeridianError(Exception):
     precondition: tuple[str, str] | None = None
     retry_after_s: float | None = None
 
+    def __init_subclass__(cls, code: str = "", status: StatusCode | None = None) -> None:
+        cls.code, cls.status = code or cls.code, status or cls.status
+
     def violations(self) -> tuple[Violation, ...]:
         """Return the bad fields for the BadRequest."""
         return ()
 
 
-class Unauthenticated(MeridianError):
+class Unauthenticated(MeridianError, code="unauthenticated", status=StatusCode.UNAUTHENTICATED):
     """The caller has no valid credentials. The text of the error never contains any part of the credentials."""
 
-    code = "unauthenticated"
-    status = grpc.StatusCode.UNAUTHENTICATED
+
+class PermissionDenied(MeridianError, code="permission_denied", status=StatusCode.PERMISSION_DENIED): ...
 
 
-class PermissionDenied(MeridianError):
-    code = "permission_denied"
-    status = grpc.StatusCode.PERMISSION_DENIED
-
-
-class HostOnly(PermissionDenied):
+class HostOnly(PermissionDenied, code="host_only"):
     """Callers need not authenticate, so that only callers on the control plane's own host may call `method`."""
 
-    code = "host_only"
     # The flags of meridian-control, each of which lets callers on other hosts call the method.
     metadata = MappingProxyType({"flags": "--access --client-ca --insecure"})
 
@@ -111,29 +90,20 @@ class HostOnly(PermissionDenied):
         )
 
 
-class TooMany(MeridianError):
+class TooMany(MeridianError, code="too_many", status=StatusCode.RESOURCE_EXHAUSTED):
     """A call exceeds the limits of its caller, or of all callers together."""
-
-    code = "too_many"
-    status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_s
 
 
-class MemoryExceeded(MeridianError):
+class MemoryExceeded(MeridianError, code="memory_exceeded", status=StatusCode.RESOURCE_EXHAUSTED):
     """What an agent reports would take more memory than the bounds of its stream, of its caller or of all allow."""
 
-    code = "memory_exceeded"
-    status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
-
-class InvalidRequest(MeridianError):
+class InvalidRequest(MeridianError, code="invalid_request", status=StatusCode.INVALID_ARGUMENT):
     """A field of the request has an unusable value."""
-
-    code = "invalid_request"
-    status = grpc.StatusCode.INVALID_ARGUMENT
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field} {message}")
@@ -152,11 +122,8 @@ class BadReport(InvalidRequest):
         self.args = (f"{field} {message}".strip(),)
 
 
-class PolicyError(MeridianError, ValueError):
+class PolicyError(MeridianError, ValueError, code="policy_invalid", status=StatusCode.INVALID_ARGUMENT):
     """A policy does not fit the schema. The text of the error has one line for each bad field."""
-
-    code = "policy_invalid"
-    status = grpc.StatusCode.INVALID_ARGUMENT
 
     def __init__(self, violations: Iterable[Violation]) -> None:
         self._violations = tuple(violations)
@@ -166,12 +133,10 @@ class PolicyError(MeridianError, ValueError):
         return self._violations
 
 
-class EtagMismatch(MeridianError):
+class EtagMismatch(MeridianError, code="etag_mismatch", status=StatusCode.ABORTED):
     """The policy or the rollout has changed since the caller read it. `expected` is the caller's etag, and `actual` is
     the current etag."""
 
-    code = "etag_mismatch"
-    status = grpc.StatusCode.ABORTED
     precondition = "ETAG", "policy"
 
     def __init__(self, expected: str, actual: str, what: str = "the policy in force") -> None:
@@ -180,16 +145,11 @@ class EtagMismatch(MeridianError):
         self.metadata = {"expected": expected, "actual": actual}
 
 
-class NotFound(MeridianError):
-    code = "not_found"
-    status = grpc.StatusCode.NOT_FOUND
+class NotFound(MeridianError, code="not_found", status=StatusCode.NOT_FOUND): ...
 
 
-class StoredPolicyUnreadable(MeridianError):
+class StoredPolicyUnreadable(MeridianError, code="stored_policy_unreadable", status=StatusCode.FAILED_PRECONDITION):
     """A stored policy revision does not fit this version's schema. A new revision can still be stored."""
-
-    code = "stored_policy_unreadable"
-    status = grpc.StatusCode.FAILED_PRECONDITION
 
     def __init__(self, revision: int, error: PolicyError) -> None:
         lines = "; ".join(map(str, error.violations()))
@@ -199,11 +159,8 @@ class StoredPolicyUnreadable(MeridianError):
         self.precondition = "SCHEMA", f"policy revision {revision}"
 
 
-class RolloutActive(MeridianError):
+class RolloutActive(MeridianError, code="rollout_active", status=StatusCode.FAILED_PRECONDITION):
     """The policy cannot change while a rollout is running, paused or halted."""
-
-    code = "rollout_active"
-    status = grpc.StatusCode.FAILED_PRECONDITION
 
     def __init__(self, rollout_id: int) -> None:
         super().__init__(f"rollout {rollout_id} is active: abort it, or wait until it ends")
@@ -211,11 +168,8 @@ class RolloutActive(MeridianError):
         self.metadata = {"rollout_id": str(rollout_id)}
 
 
-class RolloutEnded(MeridianError):
+class RolloutEnded(MeridianError, code="rollout_ended", status=StatusCode.FAILED_PRECONDITION):
     """A rollout in `state` cannot be paused, resumed or aborted. `what` is the requested action."""
-
-    code = "rollout_ended"
-    status = grpc.StatusCode.FAILED_PRECONDITION
 
     def __init__(self, rollout_id: int, state: str, what: str) -> None:
         super().__init__(f"rollout {rollout_id} is {state}: there is nothing to {what}")
@@ -223,24 +177,17 @@ class RolloutEnded(MeridianError):
         self.metadata = {"rollout_id": str(rollout_id)}
 
 
-class StoreUnavailable(MeridianError):
-    code = "store_unavailable"
-    status = grpc.StatusCode.UNAVAILABLE
+class StoreUnavailable(MeridianError, code="store_unavailable", status=StatusCode.UNAVAILABLE):
     retry_after_s = 1.0
 
 
-class NotLeading(MeridianError):
+class NotLeading(MeridianError, code="not_leading", status=StatusCode.UNAVAILABLE):
     """A replica that no longer leads has attempted a write that only the leading replica may make."""
 
-    code = "not_leading"
-    status = grpc.StatusCode.UNAVAILABLE
 
-
-class ReplicaUnavailable(MeridianError):
+class ReplicaUnavailable(MeridianError, code="replica_unavailable", status=StatusCode.UNAVAILABLE):
     """A call needs other replicas, which did not answer. `why` says more, and may be empty."""
 
-    code = "replica_unavailable"
-    status = grpc.StatusCode.UNAVAILABLE
     retry_after_s = 1.0
 
     def __init__(self, replica_ids: Iterable[str], why: str = "") -> None:
@@ -250,11 +197,8 @@ class ReplicaUnavailable(MeridianError):
         super().__init__(f"replicas that the call needs did not answer: {names}{f' ({why})' if why else ''}")
 
 
-class RecordingTooSlow(MeridianError):
+class RecordingTooSlow(MeridianError, code="recording_too_slow", status=StatusCode.RESOURCE_EXHAUSTED):
     """A client of RecordTrace has read its records more slowly than they were recorded."""
-
-    code = "recording_too_slow"
-    status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
     def __init__(self, limit_bytes: int, limit_records: int) -> None:
         limits = f"{limit_bytes >> 20} MiB or {limit_records} records"

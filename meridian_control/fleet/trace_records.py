@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import UTC, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -29,16 +29,12 @@ def records_at_start(session: Session, now: datetime) -> list[fleet_pb2.TraceRec
 
 
 def hello_record(session: Session, now: datetime, joined_late: bool = False) -> fleet_pb2.TraceRecord:
-    record = _record(session, now)
-    record.up.hello.CopyFrom(session.hello)
-    record.joined_late = joined_late
-    return record
+    return _record(session, now, up=agent_pb2.ConnectRequest(hello=session.hello), joined_late=joined_late)
 
 
 def up_record(session: Session, now: datetime, message: agent_pb2.ConnectRequest) -> fleet_pb2.TraceRecord:
     """Return the record of an agent's message. Readers of traces need not know byte columns."""
-    record = _record(session, now)
-    record.up.CopyFrom(message)
+    record = _record(session, now, up=message)
     if message.step.tokens.byte_columns:
         # Nobody reads the tokens of a report without steps, so they may be malformed.
         with suppress(BadReport):
@@ -47,22 +43,15 @@ def up_record(session: Session, now: datetime, message: agent_pb2.ConnectRequest
 
 
 def down_record(session: Session, now: datetime, message: agent_pb2.ConnectResponse) -> fleet_pb2.TraceRecord:
-    record = _record(session, now)
-    record.down.CopyFrom(message)
-    return record
+    return _record(session, now, down=message)
 
 
 def policy_record(session: Session, now: datetime, revision: int, policy: Policy) -> fleet_pb2.TraceRecord:
-    record = _record(session, now)
-    record.policy.revision = revision
-    record.policy.policy.CopyFrom(forms.to_proto(policy))
-    return record
+    return _record(session, now, policy={"revision": revision, "policy": forms.to_proto(policy)})
 
 
 def end_record(session: Session, now: datetime, request_id: str) -> fleet_pb2.TraceRecord:
-    record = _record(session, now)
-    record.end_thinking.request_id = request_id
-    return record
+    return _record(session, now, end_thinking={"request_id": request_id})
 
 
 def part_record(session: Session, now: datetime, state: fleet_pb2.TraceRecord) -> fleet_pb2.TraceRecord:
@@ -93,7 +82,7 @@ def given_freezes(record: fleet_pb2.TraceRecord) -> tuple[Freeze, ...]:
     return (Freeze(0, Match(), "", said.reason, now, end),) if said.remaining_ms else ()
 
 
-def _record(session: Session, now: datetime) -> fleet_pb2.TraceRecord:
+def _record(session: Session, now: datetime, **fields: Any) -> fleet_pb2.TraceRecord:
     time = Timestamp()
     time.FromDatetime(now)
-    return fleet_pb2.TraceRecord(time=time, engine_id=session.hello.engine_id, session_id=session.session_id)
+    return fleet_pb2.TraceRecord(time=time, engine_id=session.hello.engine_id, session_id=session.session_id, **fields)

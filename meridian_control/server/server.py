@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -23,21 +22,29 @@ from meridian.v1 import (
     rollout_pb2_grpc,
 )
 
-from meridian_control.server import grpc_server
+from meridian_control.server import agent_messages, grpc_server
+from meridian_control.server.agent_service import CONNECT_METHOD, AgentService
+from meridian_control.server.audit_log import AuditLog
+from meridian_control.server.audit_service import AuditService
+from meridian_control.server.client_faults import ClientFaults
+from meridian_control.server.fleet_service import FleetService
+from meridian_control.server.freeze_service import FreezeService
+from meridian_control.server.interceptor import Gate
+from meridian_control.server.policy_service import PolicyService
+from meridian_control.server.rate_limits import CallLimits, Limiter
+from meridian_control.server.roles import Access
+from meridian_control.server.rollout_service import RolloutService
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from datetime import datetime
 
     import grpc
 
-    from meridian_control.fleet.fleet import Fleet
-    from meridian_control.server.agent_service import AgentService
-    from meridian_control.server.audit_service import AuditService
-    from meridian_control.server.fleet_service import FleetService
-    from meridian_control.server.freeze_service import FreezeService
-    from meridian_control.server.interceptor import Gate
-    from meridian_control.server.policy_service import PolicyService
-    from meridian_control.server.rollout_service import RolloutService
+    from meridian_control.fleet.freeze_store import FreezeStore
+    from meridian_control.fleet.whole_fleet import WholeFleet
+    from meridian_control.policy.store import PolicyStore
+    from meridian_control.rollout.driver import Rollouts
 
 SERVER_OPTIONS = [
     # Agents ping every 30 s without calls; a stricter server drops them with ENHANCE_YOUR_CALM.
@@ -67,44 +74,48 @@ SERVICES = (
 )
 
 
-@dataclass(frozen=True)
-class Services:
-    """The servicers, one for each gRPC service."""
-
-    agent: AgentService
-    policy: PolicyService
-    fleet: FleetService
-    audit: AuditService
-    freeze: FreezeService
-    rollout: RolloutService
-
-
 class ControlServer:
     """The gRPC server with all services behind a gate. `start` binds the address and `stop` drains the server.
 
-    interceptors: interceptors that run before the gate.
+    clock: gives the time of day. access and limits: the defaults of their classes if None. interceptors: interceptors
+    that run before the gate.
     """
 
     def __init__(
-        self, services: Services, fleet: Fleet, gate: Gate, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+        self,
+        store: PolicyStore,
+        whole: WholeFleet,
+        rollouts: Rollouts,
+        freezes: FreezeStore,
+        clock: Callable[[], datetime],
+        *,
+        access: Access | None,
+        limits: CallLimits | None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> None:
-        self._watching, self._fleet, self._gate = services.fleet, fleet, gate
-        self._health = HealthServicer()
-        self._server = grpc_server.server(SERVER_OPTIONS, [*interceptors, gate])
+        self._fleet, faults = whole.fleet, ClientFaults()
+        audit, limiter = AuditLog(store.database, clock), Limiter(limits or CallLimits())
+        parsers = {CONNECT_METHOD: agent_messages.parse}
+        self.gate = Gate(access or Access(), limiter, audit, faults, parsers=parsers)
+        self._watching, self._health = FleetService(whole), HealthServicer()
         self._probed: grpc.aio.Server | None = None
-        agent_pb2_grpc.add_AgentServiceServicer_to_server(services.agent, self._server)
-        policy_pb2_grpc.add_PolicyServiceServicer_to_server(services.policy, self._server)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(services.fleet, self._server)
-        audit_pb2_grpc.add_AuditServiceServicer_to_server(services.audit, self._server)
-        freeze_pb2_grpc.add_FreezeServiceServicer_to_server(services.freeze, self._server)
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(services.rollout, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server = server = grpc_server.server(SERVER_OPTIONS, [*interceptors, self.gate])
+        agent = AgentService(whole.fleet, faults, rollouts.look, whole.engines, limiter.seat)
+        policy = PolicyService(store, clock, whole.fleet.set_policy, whole.fleet.views.subject, whole.explain)
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(agent, server)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy, server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self._watching, server)
+        audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(audit), server)
+        freeze_pb2_grpc.add_FreezeServiceServicer_to_server(FreezeService(freezes, whole.fleet.clock), server)
+        rollout = RolloutService(rollouts, whole.fleet.clock, whole.engines)
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        reflection.enable_server_reflection(names, server)
 
     async def _serve_health(self, listen: str) -> None:
         """Serve gRPC health alone and without TLS, for probes that do not support TLS. Raises OSError."""
-        self._probed = grpc_server.server([("grpc.so_reuseport", 0)], [self._gate])
+        self._probed = grpc_server.server([("grpc.so_reuseport", 0)], [self.gate])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
         try:
             self._probed.add_insecure_port(listen)
@@ -134,8 +145,8 @@ class ControlServer:
         self._watching.end_watches()
         self._fleet.going_away("the control plane is shutting down")
         await self._server.stop(grace_s)
-        await self._gate.settle()
+        await self.gate.settle()
         await self._fleet.tasks.settle()
-        self._gate.faults.summarise()
+        self.gate.faults.summarise()
         if self._probed is not None:
             await self._probed.stop(None)
