@@ -8,15 +8,13 @@ from meridian_control.capabilities.control_group import metrics as control_group
 from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.entropy.stream import EntropyRules
-from meridian_control.capabilities.gateway import metrics as gateway_metrics
-from meridian_control.capabilities.gateway.stream import RefusedClasses
+from meridian_control.capabilities.gateway import stream as gateway
 from meridian_control.capabilities.handover import metrics as handover_metrics
 from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.capabilities.loops.stream import Loops
 from meridian_control.capabilities.order.stream import Order
-from meridian_control.capabilities.preemption import metrics as preemption_metrics
-from meridian_control.capabilities.preemption.stream import Preemption
+from meridian_control.capabilities.preemption import stream as preemption
 from meridian_control.capabilities.pressure import metrics as pressure_metrics
 from meridian_control.capabilities.pressure.fleet import FleetPressure
 from meridian_control.capabilities.pressure.stream import EnginePressure
@@ -35,8 +33,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("self_calibration", fleet=SelfCalibration, metrics=self_calibration_metrics.ENTRIES),
     Capability("order", Order),
     Capability("tiers", Tiers),
-    Capability("gateway", RefusedClasses.of, metrics=gateway_metrics.ENTRIES),
-    Capability("preemption", Preemption.of, metrics=preemption_metrics.ENTRIES),
+    Capability("gateway", gateway.RefusedClasses.of, metrics=gateway.ENTRIES),
+    Capability("preemption", preemption.Preemption.of, metrics=preemption.ENTRIES),
     Capability("handover", EngineHandovers, FleetHandovers, metrics=handover_metrics.ENTRIES),
 )
 # The parts of these capabilities in an engine's stream that share nothing with other streams, as in replays.

@@ -184,12 +184,16 @@ def evidence(events: int, trials: int, limit: float) -> float:
     """
     if limit >= 1:
         return 1.0 / len(ALTERNATIVES)
-    total = 0.0
-    for alternative in (limit + (1 - limit) * place for place in ALTERNATIVES):
-        log_ratio = events * (math.log(alternative) - math.log(limit))
-        log_ratio += (trials - events) * math.log((1 - alternative) / (1 - limit))
-        total += math.exp(min(log_ratio, MAX_EXPONENT))
-    return total / len(ALTERNATIVES)
+    alternatives = (limit + (1 - limit) * place for place in ALTERNATIVES)
+    return sum(_ratio(events, trials, alternative, limit) for alternative in alternatives) / len(ALTERNATIVES)
+
+
+def _ratio(events: int, trials: int, alternative: float, limit: float) -> float:
+    """Return the likelihood ratio of an alternative probability to the limit."""
+    # The quotient of the two would be infinite for a limit below the normal numbers.
+    log_ratio = events * (math.log(alternative) - math.log(limit))
+    log_ratio += (trials - events) * math.log((1 - alternative) / (1 - limit))
+    return math.exp(min(log_ratio, MAX_EXPONENT))
 
 
 def confidence_of(attempt: int, confidence: float) -> float:
@@ -238,10 +242,7 @@ class SequentialTest:
         self._batches += 1
         started = 1 / (self._batches * (self._batches + 1)) / len(ALTERNATIVES)
         for number, alternative in enumerate(self._alternatives):
-            # The quotient of the two would be infinite for a limit below the normal numbers.
-            log_ratio = events * (math.log(alternative) - math.log(self._limit))
-            log_ratio += (trials - events) * math.log((1 - alternative) / (1 - self._limit))
-            grown = (self._wealth[number] + started) * math.exp(min(log_ratio, MAX_EXPONENT))
+            grown = (self._wealth[number] + started) * _ratio(events, trials, alternative, self._limit)
             self._wealth[number] = min(grown, MAX_WEALTH)
         return self.evidence
 

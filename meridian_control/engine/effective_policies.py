@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.engine.shadow_comparison import Comparison
-    from meridian_control.engine.shortening import Holdout, Shortener, Shortening, Stages
+    from meridian_control.engine.shortening import Holdout, Shortener, Stages
+    from meridian_control.journal.records import Shortening
     from meridian_control.policy.shortening_schema import StagedEntry
 
 # Number of policies above which policies that no live request uses are dropped.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from meridian.v1 import fleet_pb2
 
+from meridian_control.journal.records import Shortening
 from meridian_control.policy.model import AnyStagedEntry, Policy, Who, matches_globs
-from meridian_control.policy.shortening_kinds import Kind
 from meridian_control.policy.shortening_schema import floors_of
 
 if TYPE_CHECKING:
@@ -45,20 +45,6 @@ class Limits(NamedTuple):
 
     soft_think_tokens: int
     max_think_tokens: int
-
-
-class Shortening(NamedTuple):
-    """The entry that shortens a request: its section and its name. Beside it the request's stage, and the request's
-    policy without the entry."""
-
-    section: str
-    name: str
-    stage: int
-    without: Policy
-
-    @property
-    def kind(self) -> Kind:
-        return Kind(self.section, self.name)
 
 
 class ShortenedBy(NamedTuple):

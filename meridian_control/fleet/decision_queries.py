@@ -13,6 +13,7 @@ from meridian_control.journal.messages import (
     MAX_SIBLINGS,
     MAX_TOKEN,
     explain_request,
+    key_of,
     list_decisions,
     newest_life,
     page_of,
@@ -57,7 +58,7 @@ async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -
     _merge_siblings(response, answers, request.request_id)
     if refs := refs_in(response.life):
         related, silent = await _related(whole, request.local_only, refs)
-        response.related.extend(life for life in related if not _same(life, response.life))
+        response.related.extend(life for life in related if key_of(life) != key_of(response.life))
         unreachable = sorted({*unreachable, *silent})
     response.unreachable_replicas.extend(unreachable)
     return response
@@ -69,7 +70,7 @@ def _merge_siblings(
     """Set the siblings of the life in `response` to the lives of all answers but this one, newest first."""
     lives = [life for answer in answers for life in (answer.life, *answer.siblings)]
     response.ClearField("siblings")
-    others = [life for life in _merged(lives) if not _same(life, response.life)]
+    others = [life for life in _merged(lives) if key_of(life) != key_of(response.life)]
     if response.life.request_id == request_id:
         # A replica that does not have this request may have answered with others whose client knows them by this id.
         others = [life for life in others if life.request_id == request_id]
@@ -84,8 +85,7 @@ def _merged(lives: Iterable[fleet_pb2.RequestLife]) -> list[fleet_pb2.RequestLif
     """Return the lives with the parts of each life joined, which several replicas may have."""
     parts: dict[tuple[str, str, str], list[fleet_pb2.ExplainRequestResponse]] = {}
     for life in lives:
-        key = life.engine_id, life.incarnation, life.request_id
-        parts.setdefault(key, []).append(fleet_pb2.ExplainRequestResponse(life=life))
+        parts.setdefault(key_of(life), []).append(fleet_pb2.ExplainRequestResponse(life=life))
     return [newest_life(life_parts).life for life_parts in parts.values()]
 
 
@@ -104,10 +104,6 @@ async def _related(
         answers += others
     lives = _merged(life for answer in answers for life in answer.related)
     return sorted(lives, key=lambda life: life.open_time.ToNanoseconds()), silent
-
-
-def _same(one: fleet_pb2.RequestLife, other: fleet_pb2.RequestLife) -> bool:
-    return (one.engine_id, one.incarnation, one.request_id) == (other.engine_id, other.incarnation, other.request_id)
 
 
 async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:

@@ -20,8 +20,6 @@ from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, answer_reserv
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from google.protobuf.timestamp_pb2 import Timestamp
-
     from meridian_control.journal.log import DecisionLog
     from meridian_control.journal.records import Compared, Life, LifeEvent
     from meridian_control.policy.model import Policy
@@ -116,7 +114,7 @@ def newest_life(answers: Iterable[fleet_pb2.ExplainRequestResponse]) -> fleet_pb
     """
     by_time = sorted(answers, key=lambda answer: answer.life.open_time.ToNanoseconds())
     newest = by_time[-1].life
-    parts = [answer for answer in by_time if _key(answer.life) == _key(newest)]
+    parts = [answer for answer in by_time if key_of(answer.life) == key_of(newest)]
     response = fleet_pb2.ExplainRequestResponse()
     for part in parts:
         response.MergeFrom(part)
@@ -127,7 +125,7 @@ def newest_life(answers: Iterable[fleet_pb2.ExplainRequestResponse]) -> fleet_pb
     return response
 
 
-def _key(life: fleet_pb2.RequestLife) -> tuple[str, str, str]:
+def key_of(life: fleet_pb2.RequestLife) -> tuple[str, str, str]:
     return life.engine_id, life.incarnation, life.request_id
 
 
@@ -154,9 +152,9 @@ def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:
         events_left_out=left_out,
         handed_over_ref=opened.handed_over_ref,
     )
-    _set(message.open_time, life.open_time)
+    message.open_time.FromDatetime(life.open_time)
     if life.close_time is not None:
-        _set(message.close_time, life.close_time)
+        message.close_time.FromDatetime(life.close_time)
     return message
 
 
@@ -174,7 +172,7 @@ def _event(event: LifeEvent | Decision) -> fleet_pb2.RequestEvent:
         detail=detail,
         decision=decision_message(event) if isinstance(event, Decision) else None,
     )
-    _set(message.time, event.time)
+    message.time.FromDatetime(event.time)
     return message
 
 
@@ -203,9 +201,9 @@ def decision_message(decision: Decision) -> fleet_pb2.LoggedDecision:
         detail.fill(message)
     for row in compared(decision):
         message.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))
-    _set(message.time, decision.time)
+    message.time.FromDatetime(decision.time)
     if decision.outcome_time is not None:
-        _set(message.outcome_time, decision.outcome_time)
+        message.outcome_time.FromDatetime(decision.outcome_time)
     return message
 
 
@@ -342,7 +340,3 @@ def _floor(decision: Decision, policy: Policy) -> Compared:
 
 def _id(life: Life) -> str:
     return life.opened.request_id
-
-
-def _set(field: Timestamp, time: datetime) -> None:
-    field.FromDatetime(time)

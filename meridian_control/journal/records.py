@@ -13,6 +13,7 @@ from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.common.opened_request import OPENED_BYTES
 from meridian_control.common.table_columns import RANK_HISTORY, SIGNAL_COLUMNS, SIGNAL_ROW
 from meridian_control.journal.request_ids import is_called
+from meridian_control.policy.shortening_kinds import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,20 +73,18 @@ class Detail(Protocol):
         ...
 
 
-class Shortening(Protocol):
-    """The entry of the policy that shortens a request, the request's stage, and its policy without the entry."""
+class Shortening(NamedTuple):
+    """The entry of the policy that shortens a request: its section and its name. Beside it the request's stage, and the
+    request's policy without the entry."""
+
+    section: str
+    name: str
+    stage: int
+    without: Policy
 
     @property
-    def section(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def stage(self) -> int: ...
-
-    @property
-    def without(self) -> Policy: ...
+    def kind(self) -> Kind:
+        return Kind(self.section, self.name)
 
 
 class Signals(NamedTuple):

@@ -175,6 +175,10 @@ class Override(Section):
             )
         return self
 
+    def changes(self, section: str) -> dict[str, Any]:
+        """Return the values of a section that the override sets, by field."""
+        return {name: value for name, value in getattr(self, section) if value is not None}
+
     def matches(self, who: Who) -> bool:
         return (
             (not self.traffic or self.traffic == who.traffic)
@@ -253,9 +257,8 @@ class Policy(Section):
         changes: dict[str, dict[str, Any]] = {name: {} for name in IN_OVERRIDES}
         for override in self.override:
             if override.matches(who):
-                for name, changed in changes.items():
-                    section = getattr(override, name)
-                    changed |= {field: value for field, value in section if value is not None}
+                for name in changes:
+                    changes[name] |= override.changes(name)
         if not any(changes.values()):
             return self
         scheduler = self.scheduler.model_copy(update=changes["scheduler"])

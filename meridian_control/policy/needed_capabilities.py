@@ -90,20 +90,16 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
         who = Who(hello.model, engine_labels=dict(hello.labels))
         if not Override(model=override.model, engine_labels=override.engine_labels).matches(who):
             continue
-        if changes := _changes(override, "scheduler"):
+        if changes := override.changes("scheduler"):
             own = policy.scheduler.model_copy(update=changes)
             asked = _set("scheduler", own, f"override[{index}].scheduler")
             yield from ((path, capability) for path, capability in asked if path.rpartition(".")[2] in changes)
-        if changes := _changes(override, "entropy"):
+        if changes := override.changes("entropy"):
             yield from _rules(f"override[{index}].entropy", policy.entropy.model_copy(update=changes))
-        loop = policy.loop.model_copy(update=_changes(override, "loop"))
+        loop = policy.loop.model_copy(update=override.changes("loop"))
         if loop != policy.loop:
             yield from _loop_rule(f"override[{index}].loop", loop)
         yield from _preempts(f"override[{index}].preemption", override.preemption, policy)
-
-
-def _changes(override: Override, section: str) -> dict[str, Any]:
-    return {name: value for name, value in getattr(override, section) if value is not None}
 
 
 def _set(name: str, section: SchedulerPolicy | KvMemoryPolicy, path: str) -> Iterator[tuple[str, str]]:

@@ -93,11 +93,9 @@ def _variants(policy: Policy) -> Iterator[Policy]:
 
 
 def _with(policy: Policy, override: Any) -> Policy:
-    changes = {}
-    for name in ("scheduler", "entropy", "loop"):
-        values = {field: value for field, value in getattr(override, name) if value is not None}
-        changes[name] = getattr(policy, name).model_copy(update=values)
-    return policy.model_copy(update=changes)
+    names = ("scheduler", "entropy", "loop")
+    changed = {name: getattr(policy, name).model_copy(update=override.changes(name)) for name in names}
+    return policy.model_copy(update=changed)
 
 
 def not_measured(policy: Policy) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from itertools import zip_longest
+from operator import add
 
 from google.protobuf import json_format
 from meridian.v1 import rollout_pb2
@@ -60,17 +61,8 @@ class Measured(Value):
     unjudged: int = 0
 
     def __add__(self, other: "Measured") -> "Measured":
-        return Measured(
-            output_itl=_added(self.output_itl, other.output_itl),
-            ttot=_added(self.ttot, other.ttot),
-            answers=self.answers + other.answers,
-            empty=self.empty + other.empty,
-            reentries=self.reentries + other.reentries,
-            shortened=self.shortened + other.shortened,
-            judged=self.judged + other.judged,
-            harmful=self.harmful + other.harmful,
-            unjudged=self.unjudged + other.unjudged,
-        )
+        sums = {name: (_added if isinstance(mine, tuple) else add)(mine, getattr(other, name)) for name, mine in self}
+        return Measured(**sums)
 
 
 NOTHING = Measured()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
+from meridian.v1.audit_pb2 import AuditRecord
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
@@ -44,6 +45,11 @@ REFUSALS_PER_S, REFUSALS_BURST = 5.0, 100
 PRUNE_EVERY = 500
 REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
 MAX_ERROR_CHARS = 300
+# Fields of a record that its message has as they are.
+SHOWN = (
+    *("id", "principal", "role", "peer", "method", "request_id", "reason"),
+    *("outcome", "error", "before_etag", "after_etag"),
+)
 
 
 @dataclass(frozen=True)
@@ -67,17 +73,6 @@ class AuditOutcome:
     error: str = ""
     before_etag: str = ""
     after_etag: str = ""
-
-
-@dataclass(frozen=True)
-class Record:
-    """One record of the audit log. `id` grows from each call to those that begin after it, whatever the clocks say.
-    `outcome.code` is empty while the outcome of the call is not known."""
-
-    id: int
-    time: datetime
-    call: Call
-    outcome: AuditOutcome
 
 
 # Etag that the resource had before the call that is being served. The interceptor takes it from the request; a service
@@ -123,8 +118,10 @@ class AuditLog:
         except StoreUnavailable as error:
             logger.error("cannot record a refused call: %s, %s: %s", call, outcome, error)
 
-    async def list(self, limit: int, before: int | None, wanted: list[ColumnElement[bool]]) -> list[Record]:
+    async def list(self, limit: int, before: int | None, wanted: list[ColumnElement[bool]]) -> list[AuditRecord]:
         """Return the newest records that fulfil all conditions in `wanted`, newest first, with ids below `before`.
+
+        An id grows from each call to those that begin after it, whatever the clocks say.
 
         Raises StoreUnavailable.
         """
@@ -201,7 +198,7 @@ def _outcome_columns(outcome: AuditOutcome) -> dict[str, str]:
     }
 
 
-def _record(row: Any) -> Record:
-    values = {name: row[name] for name in ("principal", "role", "peer", "method", "request_id", "reason")}
-    came = AuditOutcome(row["outcome"], row["error"], row["before_etag"], row["after_etag"])
-    return Record(row["id"], utc(row["time"]), Call(**values, details=json.loads(row["details"])), came)
+def _record(row: Any) -> AuditRecord:
+    record = AuditRecord(**{name: row[name] for name in SHOWN}, details=json.loads(row["details"]))
+    record.time.FromDatetime(utc(row["time"]))
+    return record

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import audit_pb2, audit_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest
@@ -16,8 +15,9 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     import grpc
+    from google.protobuf.timestamp_pb2 import Timestamp
 
-    from meridian_control.server.audit_log import AuditLog, Record
+    from meridian_control.server.audit_log import AuditLog
 
 # Largest id of a record.
 MAX_ID = 2**63 - 1
@@ -42,7 +42,7 @@ class AuditService(audit_pb2_grpc.AuditServiceServicer):
         records = await self._audit.list(limit + 1, before, conditions)
         page = records[:limit]
         token = str(page[-1].id) if len(records) > limit else ""
-        return audit_pb2.ListAuditResponse(records=map(_to_message, page), next_page_token=token)
+        return audit_pb2.ListAuditResponse(records=page, next_page_token=token)
 
 
 def _time(request: audit_pb2.ListAuditRequest, name: str) -> datetime | None:
@@ -52,24 +52,3 @@ def _time(request: audit_pb2.ListAuditRequest, name: str) -> datetime | None:
     if not 0 <= stamp.seconds < 2**32 or not 0 <= stamp.nanos < 10**9:
         raise InvalidRequest(name, f"must be between 1970 and 2106; got {stamp.seconds} s {stamp.nanos} ns")
     return stamp.ToDatetime(tzinfo=UTC)
-
-
-def _to_message(record: Record) -> audit_pb2.AuditRecord:
-    time = Timestamp()
-    time.FromDatetime(record.time)
-    call, outcome = record.call, record.outcome
-    return audit_pb2.AuditRecord(
-        id=record.id,
-        time=time,
-        principal=call.principal,
-        role=call.role,
-        peer=call.peer,
-        method=call.method,
-        request_id=call.request_id,
-        reason=call.reason,
-        details=call.details,
-        before_etag=outcome.before_etag,
-        after_etag=outcome.after_etag,
-        outcome=outcome.code,
-        error=outcome.error,
-    )

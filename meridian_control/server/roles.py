@@ -17,7 +17,6 @@ plane's event loop. The access file, which is read again when it changes, looks 
 from __future__ import annotations
 
 import glob
-import ipaddress
 import logging
 import tomllib
 from contextvars import ContextVar
@@ -29,6 +28,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from meridian_control.common.addresses import is_loopback
 from meridian_control.common.errors import HostOnly, PermissionDenied, Unauthenticated
 from meridian_control.common.reloading_file import Reloaded
 from meridian_control.server.bearer_tokens import Tokens
@@ -184,14 +184,7 @@ def on_this_host(peer: str) -> bool:
     address to callers from other hosts.
     """
     kind, _, rest = peer.partition(":")
-    if kind in ("unix", "unix-abstract"):
-        return True
-    try:
-        address = ipaddress.ip_address(unquote(rest).rpartition(":")[0].strip("[]"))
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    return kind in ("unix", "unix-abstract") or is_loopback(unquote(rest).rpartition(":")[0].strip("[]"))
 
 
 # ---------------------------------------------------------------------------------------------------- the access file

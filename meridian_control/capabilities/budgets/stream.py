@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.part import Stream
-    from meridian_control.engine.shortening import Shortening, Stages
+    from meridian_control.engine.shortening import Stages
+    from meridian_control.journal.records import Shortening
     from meridian_control.policy.model import Policy, Who
     from meridian_control.policy.shortening_schema import BudgetPolicy
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_control.capabilities.gateway.metrics import REFUSED_TOTAL
+from meridian_control.common.metric_entry import counter
 from meridian_control.engine.part import Part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meridian_control.engine.part import Stream
+
+REFUSED_TOTAL = "meridian_refused_slo_classes_total"
+ENTRIES = (
+    counter(
+        REFUSED_TOTAL,
+        (),
+        "Requests whose client asked for an SLO class that it may not choose, because a gateway names another.",
+        "Grows: `meridianctl explain` shows a request's wish; let clients choose the class "
+        "(`gateway.client_slo_classes`), or correct the client.",
+    ),
+)
 
 
 class RefusedClasses(Part):

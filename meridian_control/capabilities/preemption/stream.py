@@ -9,6 +9,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.capabilities.preemption import rule
 from meridian_control.capabilities.preemption.shown import ClaimDetail, preempted_for
 from meridian_control.common.errors import BadReport
+from meridian_control.common.metric_entry import counter
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.engine.part import Part
 from meridian_control.journal.records import RequestChange
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
     from meridian_control.policy.preemption_schema import PreemptionPolicy
 
 PREEMPTED_FOR_TOTAL = "meridian_preempted_for_waiting_total"
+ENTRIES = (
+    counter(
+        PREEMPTED_FOR_TOTAL,
+        (),
+        "Thinking requests that were preempted for waiting ones.",
+        "Rises steadily: too few places or KV blocks; add engines, or let fewer requests preempt others.",
+    ),
+)
 # Outcomes after which the same request gets no other decision.
 FINAL = (agent_pb2.OUTCOME_SHADOWED, agent_pb2.OUTCOME_REFUSED)
 # Largest number of requests that may be preempted for one that waits; many more than it ever needs.
