@@ -9,8 +9,7 @@ from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.entropy.stream import EntropyRules
 from meridian_control.capabilities.gateway import stream as gateway
-from meridian_control.capabilities.handover import metrics as handover_metrics
-from meridian_control.capabilities.handover.fleet import FleetHandovers
+from meridian_control.capabilities.handover import fleet as handover
 from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.capabilities.loops.stream import Loops
 from meridian_control.capabilities.order.stream import Order
@@ -18,8 +17,7 @@ from meridian_control.capabilities.preemption import stream as preemption
 from meridian_control.capabilities.pressure import metrics as pressure_metrics
 from meridian_control.capabilities.pressure.fleet import FleetPressure
 from meridian_control.capabilities.pressure.stream import EnginePressure
-from meridian_control.capabilities.self_calibration import metrics as self_calibration_metrics
-from meridian_control.capabilities.self_calibration.fleet import SelfCalibration
+from meridian_control.capabilities.self_calibration import fleet as self_calibration
 from meridian_control.capabilities.tiers.stream import Tiers
 from meridian_control.engine.part import Capability
 
@@ -30,12 +28,12 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("entropy", EntropyRules.of),
     Capability("loops", Loops.of),
     Capability("control_group", ControlGroup, Comparisons, metrics=control_group_metrics.ENTRIES),
-    Capability("self_calibration", fleet=SelfCalibration, metrics=self_calibration_metrics.ENTRIES),
+    Capability("self_calibration", fleet=self_calibration.SelfCalibration, metrics=self_calibration.ENTRIES),
     Capability("order", Order),
     Capability("tiers", Tiers),
     Capability("gateway", gateway.RefusedClasses.of, metrics=gateway.ENTRIES),
     Capability("preemption", preemption.Preemption.of, metrics=preemption.ENTRIES),
-    Capability("handover", EngineHandovers, FleetHandovers, metrics=handover_metrics.ENTRIES),
+    Capability("handover", EngineHandovers, handover.FleetHandovers, metrics=handover.ENTRIES),
 )
 # The parts of these capabilities in an engine's stream that share nothing with other streams, as in replays.
 STREAM_PARTS = tuple(capability.stream for capability in CAPABILITIES if capability.stream is not None)

@@ -17,6 +17,7 @@ from meridian.v1 import fleet_pb2
 from typer.main import get_command
 
 from meridian_control import __version__
+from meridian_control.cli import contexts
 from meridian_control.cli.audit import audit
 from meridian_control.cli.completion import context_names, engine_ids, revisions
 from meridian_control.cli.console import (
@@ -28,12 +29,15 @@ from meridian_control.cli.console import (
     OutputOption,
     Target,
     WatchOption,
+    add,
     as_dict,
     connect,
     console,
     fail,
     id_number,
+    new_table,
     pages,
+    reported,
     say,
     show,
     show_value,
@@ -41,7 +45,6 @@ from meridian_control.cli.console import (
     warn_unreachable,
     watched,
 )
-from meridian_control.cli.context_commands import context_app
 from meridian_control.cli.end import end
 from meridian_control.cli.expected import (
     NO_ENGINE,
@@ -97,6 +100,7 @@ Exit codes:
 """
 
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
+context_app = typer.Typer(help="List contexts, which name control planes, and choose one.", no_args_is_help=True)
 
 
 def _version(is_asked: bool) -> None:
@@ -306,6 +310,36 @@ def wait(
 def _refused(engine: fleet_pb2.Engine, revision: int) -> bool:
     """Return whether the engine has refused the revision or a newer one; `nack_error` is about `engine.revision`."""
     return bool(engine.nack_error) and engine.revision >= revision
+
+
+# ---------------------------------------------------------------------------------------------------------- contexts
+
+
+@context_app.command("list")
+def context_list() -> None:
+    """List the contexts of the context file; a star marks the current one."""
+    with reported():
+        stored = contexts.load()
+    if not stored.contexts:
+        say(f"no context is defined in {contexts.path() or 'a context file: there is no home folder'}")
+        return
+    shown = new_table("context", "current", "server", "credentials")
+    for name, context in sorted(stored.contexts.items()):
+        given = ", ".join(field for field in ("ca", "cert", "key", "token_file") if getattr(context, field))
+        add(shown, name, "*" if name == stored.current else "", context.server, given)
+    console().print(shown)
+
+
+@context_app.command("use")
+def context_use(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the context.", autocompletion=context_names)],
+) -> None:
+    """Make a context the current one, which holds for commands without --server, --context and their variables."""
+    if not name:
+        fail(INVALID, "NAME must be the name of a context; got an empty one")
+    with reported():
+        file = contexts.use(name)
+    say(f"{file}: the current context is {name}")
 
 
 # The commands in the order of the help, by its headings.

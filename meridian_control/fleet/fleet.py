@@ -22,14 +22,13 @@ from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.connections import Connections
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.freeze_delivery import FreezeDelivery
-from meridian_control.fleet.loop_delay import LoopDelay
 from meridian_control.fleet.memory import STEP_BYTES, Account, Memory
 from meridian_control.fleet.part import FleetPart, each
 from meridian_control.fleet.policy_delivery import PolicyDelivery
 from meridian_control.fleet.recording import Recording, Recordings
 from meridian_control.fleet.status_messages import engine_view
 from meridian_control.fleet.trace_records import hello_record, records_at_start
-from meridian_control.fleet.turns import Tasks, Turns, in_turns
+from meridian_control.fleet.turns import LoopDelay, Tasks, Turns, in_turns
 from meridian_control.fleet.views import Views
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog

@@ -12,6 +12,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from meridian_control.common.histogram import Histogram, time_histogram
 from meridian_control.common.slices import SLICE_ROWS
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Engines that the event loop reaches before it does what has become ready meanwhile.
 ENGINES_AT_ONCE = 16
+# Seconds between two measurements of the event loop's delay.
+PAUSE_S = 0.1
 
 
 class Turns:
@@ -88,3 +91,18 @@ class Tasks:
     async def settle(self) -> None:
         """Wait for the tasks; once all connections are gone, each ends with its next answer from the store."""
         await asyncio.gather(*self._running, return_exceptions=True)
+
+
+class LoopDelay:
+    """Measures in seconds how late the event loop gives work its turn: every stream's answers are at least as late."""
+
+    def __init__(self) -> None:
+        self.delays: Histogram = time_histogram()
+
+    async def run(self) -> None:
+        """Measure every PAUSE_S until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + PAUSE_S
+            await asyncio.sleep(PAUSE_S)
+            self.delays.add_one(max(0.0, loop.time() - due_s))

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 # A tenant and a model.
 Account = tuple[str, str]
+# Largest number of accounts of a replica, because clients choose the names; the tokens of all further ones are counted
+# together, under OTHER.
+MAX_ACCOUNTS = 1000
+OTHER: Account = ("(other)", "(other)")
 
 
 class User(NamedTuple):
@@ -241,3 +245,16 @@ def _without_debts(counts: Counter[K]) -> tuple[Counter[K], Counter[K]]:
     below: Counter[K] = Counter()
     below.subtract(-counts)
     return +counts, below
+
+
+class TenantUsage:
+    """The thinking tokens of each account that a replica has counted since it started."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[Account] = Counter()
+
+    def take_charges(self, charges: Charges) -> None:
+        """Add what a session has counted since the last call."""
+        for account, tokens in charges.take_by_tenant().items():
+            known = account in self.counted or len(self.counted) < MAX_ACCOUNTS
+            self.counted[account if known else OTHER] += tokens

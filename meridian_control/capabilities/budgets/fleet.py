@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.budgets import metrics, shown
+from meridian_control.capabilities.budgets.charges import TenantUsage
 from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
 from meridian_control.capabilities.budgets.stream import EngineBudgets
-from meridian_control.capabilities.budgets.tenant_usage import TenantUsage
 from meridian_control.common.enum_names import stage_name
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.common.slices import at_once

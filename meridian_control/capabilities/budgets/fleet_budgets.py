@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.budgets.charges import NOTHING_CARRIED
-from meridian_control.capabilities.budgets.rule import stage_of
 from meridian_control.capabilities.budgets.token_bucket import Account, Usage, charged, full, left, left_ratio
-from meridian_control.engine.shortening import UNSHORTENED, matching
+from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED, matching
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model
 
@@ -32,6 +31,10 @@ if TYPE_CHECKING:
 # Bound for the bytes of what is kept of engines whose stream has ended, and about the bytes of a request beside its id.
 # An engine of which nothing is kept says in its snapshot itself what was counted.
 CARRIED_BYTES, ENTRY_BYTES = 16 << 20, 160
+# Share of the budget that is left at which each stage begins.
+BEGINS = {SOFT_CLOSE: 0.50, LOWER_CAP: 0.25, FLOOR: 0.10}
+# A stage ends only once this share more is left than at its beginning, so that stages do not change back and forth.
+HYSTERESIS = 0.05
 
 
 class FleetBudgets:
@@ -166,3 +169,9 @@ class FleetBudgets:
 
     def _account(self, budget: BudgetPolicy, now: datetime) -> Account:
         return charged(self._alone.get(budget.name), self._new[budget.name], budget, now)
+
+
+def stage_of(share: float, before: int = UNSHORTENED) -> int:
+    """Return the stage of a budget of which the share `share` is left; before: its stage so far."""
+    in_force = (stage for stage, begin in BEGINS.items() if share <= begin + (HYSTERESIS if before >= stage else 0.0))
+    return max(in_force, default=UNSHORTENED)

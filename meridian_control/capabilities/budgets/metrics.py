@@ -1,7 +1,7 @@
 """The metrics of thinking budgets: their entries in the catalogue, and their values.
 
 The series of budgets are bounded, because each label value is the name of a budget in the policy, and those of tenants
-by `tenant_usage`.
+by `TenantUsage`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
+    from meridian_control.capabilities.budgets.charges import TenantUsage
     from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
-    from meridian_control.capabilities.budgets.tenant_usage import TenantUsage
     from meridian_control.fleet.part import Metric
 
 BUDGET = ("budget",)

@@ -10,11 +10,12 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.control_group.experiments import Experiments
-from meridian_control.capabilities.control_group.kinds import kind_of_cap, kind_of_rule
 from meridian_control.capabilities.control_group.requests import ControlRequests
 from meridian_control.capabilities.control_group.rule import (
     compared_signals,
     held_out,
+    kind_of_cap,
+    kind_of_rule,
     sampled_from,
     unshortened,
     unshortened_cap,

@@ -8,10 +8,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.capabilities.handover import metrics, rule, shown
+from meridian_control.capabilities.handover import rule, shown
 from meridian_control.capabilities.handover.pool import HandoverPool
-from meridian_control.capabilities.handover.results import Handovers
+from meridian_control.capabilities.handover.results import RESULTS, Handovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
+from meridian_control.common.metric_entry import counter
 from meridian_control.common.paging import fitting
 from meridian_control.fleet.part import FleetPart
 from meridian_control.fleet.trace_records import part_record
@@ -29,6 +30,17 @@ if TYPE_CHECKING:
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.fleet.part import Beside, Metric
     from meridian_control.fleet.peers import Peers
+
+ENTRIES = (
+    counter(
+        "meridian_handovers_total",
+        ("result",),
+        "Requests that were to be handed over, by result: handed_over, recomputed, finished_on_thinking_engine or "
+        "client_gone.",
+        "`recomputed`: the KV blocks cannot be read; look at the answering engines' logs. `client_gone` grows: the "
+        "relay does not reach the answering engines.",
+    ),
+)
 
 
 class FleetHandovers(FleetPart):
@@ -110,7 +122,8 @@ class FleetHandovers(FleetPart):
         answer.continued.extend(continued[: fitting(continued, most_bytes)])
 
     def metrics(self, totals: Totals) -> Iterator[Metric]:
-        return metrics.values(self.results.total())
+        results = {**dict.fromkeys(RESULTS, 0), **self.results.total()}
+        yield "meridian_handovers_total", [((result,), count) for result, count in results.items()]
 
     def show_row(self, engine: fleet_pb2.Engine) -> dict[str, Any]:
         return {"handovers": shown.handovers_text(engine)}

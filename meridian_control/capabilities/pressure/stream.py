@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from meridian.v1 import fleet_pb2
 
-from meridian_control.capabilities.pressure.gains import least_gain_first
 from meridian_control.capabilities.pressure.rule import (
     FORGET,
     MAX_HOLD,
@@ -22,6 +21,7 @@ from meridian_control.capabilities.pressure.rule import (
     Controller,
     LevelChange,
     Reading,
+    least_gain_first,
     stage_at,
     worst,
 )

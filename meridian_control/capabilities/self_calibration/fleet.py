@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.capabilities.self_calibration import metrics, shown
 from meridian_control.capabilities.self_calibration import rule as rules
+from meridian_control.capabilities.self_calibration import shown
 from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Newest
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.capabilities.self_calibration.watch import Watch
 from meridian_control.common.errors import EtagMismatch, MeridianError, RolloutActive, StoreUnavailable
 from meridian_control.common.look import percent
+from meridian_control.common.metric_entry import gauge
 from meridian_control.fleet.part import FleetPart, Shown
 from meridian_control.policy.effects import any_self_calibrates, self_calibrates
 from meridian_control.rollout.state import By
@@ -55,6 +56,17 @@ PATIENCE_S = REST_S = 600.0
 # Seconds for which the end of a replica waits for the store, and for which the page shows the same rows.
 END_S, SHOWN_S = 2.0, 5.0
 WORKER = "meridian_control.offline.self_calibration"
+STATES = "meridian_self_calibrations"
+ENTRIES = (
+    gauge(
+        STATES,
+        ("state",),
+        "Models and SLO classes for which the control plane looks for a rule by itself, by state: recording, "
+        "nothing_is_safe, rolling_out, in_force, withdrawn. It comes from the replica that leads.",
+        "`withdrawn`: `meridianctl savings` says why. Always `recording`: too few requests; raise "
+        "`telemetry.shadow_sample_ratio`.",
+    ),
+)
 
 
 class CalibrationError(MeridianError):
@@ -303,7 +315,8 @@ class SelfCalibration(FleetPart):
         return answer
 
     def metrics(self, totals: Totals) -> Iterator[Metric]:
-        return metrics.values(self._states.values())
+        counted = Counter(self._states.values())
+        yield STATES, [((state.value.replace(" ", "_"),), counted[state]) for state in State if counted]
 
     async def show(self) -> Shown:
         if not (self._is_known or any(map(any_self_calibrates, self.fleet.policies))):

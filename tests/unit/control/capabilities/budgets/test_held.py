@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from meridian_control.capabilities.budgets.rule import stage_of
+from meridian_control.capabilities.budgets.fleet_budgets import stage_of
 from meridian_control.capabilities.budgets.token_bucket import charged, left_ratio
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED, shortened
 from tests.fakes.tables import in_stages, policy

@@ -13,9 +13,9 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link.message_sizes import SnapshotRecord
 from meridian_agent.link.messages import step_report
+from meridian_control.capabilities.budgets.charges import TenantUsage
 from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
 from meridian_control.capabilities.budgets.stream import EngineBudgets
-from meridian_control.capabilities.budgets.tenant_usage import TenantUsage
 from meridian_control.engine.session import Session
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine

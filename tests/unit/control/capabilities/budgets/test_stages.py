@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meridian_control.capabilities.budgets.rule import stage_of
+from meridian_control.capabilities.budgets.fleet_budgets import stage_of
 from meridian_control.engine.shortening import (
     FLOOR,
     LOWER_CAP,

@@ -6,8 +6,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from meridian_control.capabilities.budgets import tenant_usage
-from meridian_control.capabilities.budgets.tenant_usage import OTHER, TenantUsage
+from meridian_control.capabilities.budgets import charges as module
+from meridian_control.capabilities.budgets.charges import OTHER, TenantUsage
 
 
 def session(**tokens: int) -> Any:
@@ -24,7 +24,7 @@ def test_sessions_add_up() -> None:
 
 def test_further_tenants_are_counted_together(monkeypatch: Any) -> None:
     """No token is lost, and a tenant that is known goes on with a count of its own."""
-    monkeypatch.setattr(tenant_usage, "MAX_ACCOUNTS", 2)
+    monkeypatch.setattr(module, "MAX_ACCOUNTS", 2)
     usage = TenantUsage()
     usage.take_charges(session(a=1, b=2, c=3, d=4))
     usage.take_charges(session(b=10))

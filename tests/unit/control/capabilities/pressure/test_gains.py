@@ -7,7 +7,7 @@ import math
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_control.capabilities.pressure.gains import least_gain_first
+from meridian_control.capabilities.pressure.rule import least_gain_first
 from meridian_control.engine.request_table import RequestTable
 from tests.fakes.tables import add_sample
 
