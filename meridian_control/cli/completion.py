@@ -4,6 +4,7 @@ A completion that fails offers nothing, because a shell shows no errors while th
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any
 
 import grpc
 import typer
@@ -11,7 +12,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 from pydantic import BaseModel
 
 from meridian_control.cli import contexts
-from meridian_control.cli.console import Client, Target, clients
+from meridian_control.cli.console import Client, Target, clients, id_number
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.environment import BadVariable
 from meridian_control.offline.trace_file import FileError
@@ -56,6 +57,16 @@ def revisions(incomplete: str) -> list[str]:
         return [str(stored.revision) for stored in answer.revisions]
 
     return _starting(incomplete, _asked(listed))
+
+
+def revision(of: Callable[..., Any], metavar: str, text: str, default: str | bool = True) -> Any:
+    """Return what an argument or an option needs that takes the number of a revision."""
+    return of(parser=id_number, metavar=metavar, help=text, show_default=default, autocompletion=revisions)
+
+
+# Options of the commands that show one engine, or the requests of one.
+OnlyEngine = Annotated[str, typer.Option(help="Show only this engine.", autocompletion=engine_ids)]
+OnlyOfEngine = Annotated[str, typer.Option(help="Show only requests of this engine.", autocompletion=engine_ids)]
 
 
 def _starting(incomplete: str, names: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ import typer
 from meridian.v1 import fleet_pb2
 from rich.table import Table
 
-from meridian_control.cli.completion import engine_ids
+from meridian_control.cli.completion import OnlyEngine, OnlyOfEngine
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     INVALID,
@@ -34,6 +34,7 @@ from meridian_control.cli.console import (
     stamp_text,
     warn_unreachable,
 )
+from meridian_control.cli.expected import all_engines
 from meridian_control.cli.tables import (
     ends_table,
     handover_table,
@@ -48,15 +49,13 @@ from meridian_control.common.look import percent, phase_text
 
 KINDS = ("cap", "force", "hand_over", "preempt", "probe", "tier")
 
-Engine = Annotated[str, typer.Option(help="Show only requests of this engine.", autocompletion=engine_ids)]
-
 
 def explain(
     context: typer.Context,
     request: Annotated[
         str, typer.Argument(metavar="REQUEST", help="Request id, as the engine, the client or the answer has it.")
     ],
-    engine: Engine = "",
+    engine: OnlyOfEngine = "",
     output: OutputOption = Output.table,
 ) -> None:
     """Print the life of a request: its events, the decisions about it, the values each rule saw, and the outcomes."""
@@ -92,7 +91,7 @@ NOTHING_COMPARED = "nothing is compared yet: no rule is in shadow, or no thinkin
 def decisions(
     context: typer.Context,
     *,
-    engine: Engine = "",
+    engine: OnlyOfEngine = "",
     request: Annotated[str, typer.Option(help="Show only decisions about this request.")] = "",
     kind: Annotated[str, typer.Option(help=f"Show only this kind: {', '.join(KINDS)}.")] = "",
     reason: Annotated[str, typer.Option(help="Show only this reason, for example eat.")] = "",
@@ -132,16 +131,14 @@ def decisions(
 
 def shadow(
     context: typer.Context,
-    engine: Annotated[str, typer.Option(help="Show only this engine.", autocompletion=engine_ids)] = "",
+    engine: OnlyEngine = "",
     output: OutputOption = Output.table,
 ) -> None:
     """Compare what rules and handovers in shadow would have done on each engine with what happened."""
     with connect(context) as client:
-        request = fleet_pb2.ListEnginesRequest()
-        answers = list(pages(client.fleet.ListEngines, request))
-    warn_unreachable(name for page in answers for name in page.unreachable_replicas)
-    engines = [e for page in answers for e in page.engines]
-    engines = [e for e in engines if engine in ("", e.engine_id)]
+        listed, unreachable = all_engines(client)
+    warn_unreachable(unreachable)
+    engines = [e for e in listed if engine in ("", e.engine_id)]
     if not output.is_table:
         shadow_rows = [{"engine_id": e.engine_id, **as_dict(row)} for e in engines for row in e.shadow]
         moved = [e for e in engines if e.HasField("shadow_handovers")]

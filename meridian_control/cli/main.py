@@ -19,7 +19,7 @@ from typer.main import get_command
 from meridian_control import __version__
 from meridian_control.cli import contexts
 from meridian_control.cli.audit import audit
-from meridian_control.cli.completion import context_names, engine_ids, revisions
+from meridian_control.cli.completion import OnlyEngine, OnlyOfEngine, context_names, engine_ids, revision
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     DEFAULT_SERVER,
@@ -34,7 +34,6 @@ from meridian_control.cli.console import (
     connect,
     console,
     fail,
-    id_number,
     new_table,
     pages,
     reported,
@@ -208,7 +207,7 @@ def _say_notes(listed: Sequence[fleet_pb2.Engine]) -> None:
 def requests(
     context: typer.Context,
     *,
-    engine: Annotated[str, typer.Option(help="Show only requests of this engine.", autocompletion=engine_ids)] = "",
+    engine: OnlyOfEngine = "",
     request_id: Annotated[
         str, typer.Option("--request", help="Show only the request with this id, as the engine or the client has it.")
     ] = "",
@@ -248,7 +247,7 @@ def budgets(context: typer.Context, output: OutputOption = Output.table) -> None
 
 def pressure(
     context: typer.Context,
-    engine: Annotated[str, typer.Option(help="Show only this engine.", autocompletion=engine_ids)] = "",
+    engine: OnlyEngine = "",
     output: OutputOption = Output.table,
 ) -> None:
     """List the pressure entries of each connected engine: level, measured value, target, newest change of the level."""
@@ -269,16 +268,7 @@ def pressure(
 
 def wait(
     context: typer.Context,
-    revision: Annotated[
-        int | None,
-        typer.Option(
-            parser=id_number,
-            metavar="N",
-            help="Revision to wait for.",
-            show_default="the one in force",
-            autocompletion=revisions,
-        ),
-    ] = None,
+    revision: Annotated[int | None, revision(typer.Option, "N", "Revision to wait for.", "the one in force")] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")] = 60.0,
     engines: LeastEngines = None,
     allow_none: AllowNone = False,

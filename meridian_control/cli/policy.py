@@ -15,7 +15,7 @@ from meridian.v1 import policy_pb2
 from rich.table import Table
 
 from meridian_control import __version__
-from meridian_control.cli.completion import engine_ids, field_names, revisions
+from meridian_control.cli.completion import engine_ids, field_names, revision
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
@@ -29,7 +29,6 @@ from meridian_control.cli.console import (
     console,
     fail,
     first,
-    id_number,
     new_table,
     reported,
     say,
@@ -48,16 +47,7 @@ policy_app = typer.Typer(help="Read, check, change and explain the policy.", no_
 
 
 File = Annotated[Path, typer.Option("-f", "--file", help="Policy file in TOML; - for standard input.")]
-Revision = Annotated[
-    int,
-    typer.Option(
-        parser=id_number,
-        metavar="N",
-        help="Revision of the policy.",
-        show_default="the one in force",
-        autocompletion=revisions,
-    ),
-]
+Revision = Annotated[int, revision(typer.Option, "N", "Revision of the policy.", "the one in force")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Let the control plane check the call, but change nothing.")]
 Diff = Annotated[bool, typer.Option("--diff", help="Print the fields that change.")]
 Etag = Annotated[
@@ -146,12 +136,7 @@ def policy_set(
 @policy_app.command("rollback")
 def policy_rollback(
     context: typer.Context,
-    revision: Annotated[
-        int,
-        typer.Argument(
-            parser=id_number, metavar="REVISION", help="Revision to put in force.", autocompletion=revisions
-        ),
-    ],
+    revision: Annotated[int, revision(typer.Argument, "REVISION", "Revision to put in force.")],
     *,
     dry_run: DryRun = False,
     diff: Diff = False,
@@ -223,26 +208,8 @@ def policy_history(
 @policy_app.command("diff")
 def policy_diff(
     context: typer.Context,
-    before: Annotated[
-        int,
-        typer.Argument(
-            parser=id_number,
-            metavar="BEFORE",
-            help="Older revision.",
-            show_default="the one before AFTER",
-            autocompletion=revisions,
-        ),
-    ] = 0,
-    after: Annotated[
-        int,
-        typer.Argument(
-            parser=id_number,
-            metavar="AFTER",
-            help="Newer revision.",
-            show_default="the one in force",
-            autocompletion=revisions,
-        ),
-    ] = 0,
+    before: Annotated[int, revision(typer.Argument, "BEFORE", "Older revision.", "the one before AFTER")] = 0,
+    after: Annotated[int, revision(typer.Argument, "AFTER", "Newer revision.", "the one in force")] = 0,
     output: OutputOption = Output.table,
 ) -> None:
     """Print the fields that differ between two policy revisions, with both values."""
@@ -348,14 +315,19 @@ def _update(
     _print_answer(client.policy.UpdatePolicy(request, timeout=CALL_TIMEOUT_S), changes, if_checked)
 
 
-def _in_force(client: Client) -> policy_pb2.PolicyRevision | None:
-    """Return the revision in force; None if no policy is stored or the stored policy cannot be read."""
+def policy_in_force(client: Client, *unless: grpc.StatusCode) -> policy_pb2.PolicyRevision | None:
+    """Return the revision in force; None if no policy is stored, or if the call fails with one of the codes."""
     try:
         return current(client)
     except grpc.RpcError as error:
-        if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
+        if error.code() in (grpc.StatusCode.NOT_FOUND, *unless):
             return None
         raise
+
+
+def _in_force(client: Client) -> policy_pb2.PolicyRevision | None:
+    """Return the revision in force; None if no policy is stored or the stored policy cannot be read."""
+    return policy_in_force(client, grpc.StatusCode.FAILED_PRECONDITION)
 
 
 def _current_etag(client: Client) -> str:

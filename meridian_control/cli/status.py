@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import grpc
 import typer
 from meridian.v1 import fleet_pb2, freeze_pb2, policy_pb2, rollout_pb2
 
@@ -31,7 +30,7 @@ from meridian_control.cli.console import (
 )
 from meridian_control.cli.expected import all_engines, connected, same_names
 from meridian_control.cli.freeze import in_force
-from meridian_control.cli.policy import current
+from meridian_control.cli.policy import policy_in_force
 from meridian_control.cli.rollout import short_text
 from meridian_control.cli.tables import harm_text, saved_text
 from meridian_control.common.enum_names import stage_name
@@ -84,7 +83,7 @@ def _ask(context: typer.Context, client: Client) -> tuple[Facts, list[str]]:
     savings = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)
     facts = Facts(
         server,
-        _in_force(client),
+        policy_in_force(client),
         engines,
         newest[0] if newest else None,
         in_force(client),
@@ -93,15 +92,6 @@ def _ask(context: typer.Context, client: Client) -> tuple[Facts, list[str]]:
         client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S).budgets,
     )
     return facts, unreachable
-
-
-def _in_force(client: Client) -> policy_pb2.PolicyRevision | None:
-    try:
-        return current(client)
-    except grpc.RpcError as error:
-        if error.code() is not grpc.StatusCode.NOT_FOUND:
-            raise
-        return None
 
 
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
