@@ -55,22 +55,21 @@ class Seen(Protocol):
         ...
 
 
-class Detail(Protocol):
-    """What a capability adds to a decision in the log.
+class Detail:
+    """What a capability adds to a decision in the log; it leaves out what it does not have.
 
     ref: reference under which other lives belong to the decision's life, too; empty for none.
     """
 
-    @property
-    def ref(self) -> str: ...
+    __slots__ = ()
+    ref = ""
 
     def compared(self, policy: Policy) -> Iterable[Compared]:
         """Return the values that the capability compared. policy: the one that held for the request."""
-        ...
+        return ()
 
     def fill(self, message: fleet_pb2.LoggedDecision) -> None:
         """Fill in the capability's fields of the decision's message."""
-        ...
 
 
 class Shortening(NamedTuple):

@@ -246,7 +246,7 @@ def report(result: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
         "groups": result.groups,
         "left_out": replay.episodes.left_out,
         "probe_cost_tokens": replay.cost_tokens,
-        "natural": _plain(result.natural),
+        "natural": asdict(result.natural),
         "signals": [_signal(s) for s in result.separations],
         "families": {family: [_point(p) for p in points] for family, points in result.fronts.items()},
         "best": _point(result.best) if result.best else None,
@@ -270,7 +270,7 @@ def _signal(separation: Separation) -> dict[str, Any]:
 
 def _point(point: Point) -> dict[str, Any]:
     return (
-        {"rule": str(point.rule)} | _fields(point.rule) | {"fit": _plain(point.fit), "held_out": _plain(point.held_out)}
+        {"rule": str(point.rule)} | _fields(point.rule) | {"fit": asdict(point.fit), "held_out": asdict(point.held_out)}
     )
 
 
@@ -280,10 +280,6 @@ def _fields(rule: StoppingRule) -> dict[str, Any]:
         for name, value in rule.entropy.items()
     }
     return {"family": rule.family, "entropy": entropy, "scheduler": dict(rule.scheduler)}
-
-
-def _plain(figures: Figures) -> dict[str, Any]:
-    return asdict(figures)
 
 
 # ---------------------------------------------------------------------------------------------------------- the picture

@@ -53,10 +53,9 @@ class FleetBudgets:
         # Tokens that are not stored yet, and those of them that `_alone` has not got yet.
         self._unsaved: Counter[str] = Counter()
         self._new: Counter[str] = Counter()
-        # By engine id, the incarnation and the counted tokens of its live requests when its stream ended, oldest first;
-        # and about the bytes of each.
-        self._carried: dict[str, tuple[str, Carried]] = {}
-        self._carried_bytes: dict[str, int] = {}
+        # By engine id, the incarnation and the counted tokens of its live requests when its stream ended, and about the
+        # bytes of all that; oldest first.
+        self._carried: dict[str, tuple[str, Carried, int]] = {}
 
     def add_tokens(self, tokens: Mapping[str, int]) -> None:
         """Add thinking tokens of this replica's engines, by the budget's name."""
@@ -76,9 +75,9 @@ class FleetBudgets:
         carried = charges.hand_on(session_id)
         self.collect(charges)
         self.forget([engine[0]])
-        self._carried[engine[0]] = engine[1], carried
-        self._carried_bytes[engine[0]] = sum(map(len, carried.tokens)) + ENTRY_BYTES * len(carried.tokens)
-        while sum(self._carried_bytes.values()) > CARRIED_BYTES:
+        carried_bytes = sum(map(len, carried.tokens)) + ENTRY_BYTES * len(carried.tokens)
+        self._carried[engine[0]] = engine[1], carried, carried_bytes
+        while sum(held_bytes for _, _, held_bytes in self._carried.values()) > CARRIED_BYTES:
             self.forget([next(iter(self._carried))])
 
     def carried(self, engine: tuple[str, str], replaced: Mapping[str, Charges]) -> Carried:
@@ -88,7 +87,7 @@ class FleetBudgets:
         """
         for session_id, charges in replaced.items():
             self.carry(engine, session_id, charges)
-        incarnation, carried = self._carried.get(engine[0], ("", NOTHING_CARRIED))
+        incarnation, carried, _ = self._carried.get(engine[0], ("", NOTHING_CARRIED, 0))
         self.forget([engine[0]])
         return carried if incarnation == engine[1] else NOTHING_CARRIED
 
@@ -96,7 +95,6 @@ class FleetBudgets:
         """Drop what is kept of engines that did not come back."""
         for engine_id in engine_ids:
             self._carried.pop(engine_id, None)
-            self._carried_bytes.pop(engine_id, None)
 
     def set_budgets(self, policies: Iterable[model.Policy]) -> None:
         """Set the budgets of several policies; the first policy that has a budget sets its values."""

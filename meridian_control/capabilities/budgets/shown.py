@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from meridian_control.common.enum_names import stage_name
 from meridian_control.engine.shortening import FLOOR, UNSHORTENED
+from meridian_control.journal.records import Detail
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -13,22 +15,14 @@ if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
     from meridian_control.capabilities.budgets.charges import Account
-    from meridian_control.journal.records import Compared
-    from meridian_control.policy.model import Policy
 
 
-class BudgetDetail(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BudgetDetail(Detail):
     """What the decision log shows of a budget that has shortened a request: its name, and the request's stage."""
 
     name: str
     stage: int
-
-    @property
-    def ref(self) -> str:
-        return ""
-
-    def compared(self, policy: Policy) -> tuple[Compared, ...]:
-        return ()
 
     def fill(self, message: fleet_pb2.LoggedDecision) -> None:
         message.budget, message.budget_stage = self.name, self.stage  # type: ignore[assignment]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.handover import shown
+from meridian_control.journal.records import Detail
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -46,10 +47,11 @@ Key = tuple[str, str, str]
 
 
 @dataclass(eq=False, slots=True)
-class Handover:
+class Handover(Detail):
     """A decision to hand a request over, and the result if this decision has it; the decision log shows both."""
 
-    ref: str
+    # Without a default, unlike that of the base class.
+    ref: str = field()
     move: Move
     result: str = ""
     detail: str = ""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meridian_control.capabilities.preemption.rule import NO_PLACE
+from meridian_control.journal.records import Detail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from meridian.v1 import fleet_pb2
 
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.journal.records import Compared
     from meridian_control.policy.model import Policy
 
 
-class ClaimDetail(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ClaimDetail(Detail):
     """What the decision log shows of a decision: why the request waited, the running requests and how many may run, the
     fraction of the KV cache in use, and how many requests might be preempted."""
 
@@ -26,19 +27,12 @@ class ClaimDetail(NamedTuple):
     kv_used: float
     victims: int
 
-    @property
-    def ref(self) -> str:
-        return ""
-
     def compared(self, policy: Policy) -> Iterator[Compared]:
         if self.reason == NO_PLACE:
             yield "running", self.running, ">=", "places", self.max_running
         else:
             yield "kv_used", self.kv_used, "of", "the KV cache", 1.0
         yield "preemptible requests", self.victims, ">", "none", 0
-
-    def fill(self, message: fleet_pb2.LoggedDecision) -> None:
-        """Fill in nothing: the message has no field for preemptions alone."""
 
 
 def preempted_for(info: OpenedRequest, tokens: int) -> str:

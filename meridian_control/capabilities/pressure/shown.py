@@ -6,11 +6,13 @@ All functions are pure.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
+from meridian_control.journal.records import Detail
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -50,16 +52,13 @@ def _reading(reading: Reading) -> fleet_pb2.PressureReading:
     return fleet_pb2.PressureReading(**reading._asdict())
 
 
-class PressureDetail(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PressureDetail(Detail):
     """What the decision log shows of a pressure entry that has shortened a request: the request's stage, and the newest
     change of the entry's level, None if the level has not changed."""
 
     stage: int
     change: LevelChange | None
-
-    @property
-    def ref(self) -> str:
-        return ""
 
     def compared(self, policy: Policy) -> Iterator[Compared]:
         """Yield the measured value and the target behind the level."""
