@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.engine.session import Session
 
+# Fields of an engine that its agent's Hello has under the same name.
+OF_HELLO = (
+    *("engine_id", "incarnation", "model", "vllm_version", "agent_version", "fault", "faults", "last_fault"),
+    *("unknown_markers", "entropy_backend", "entropy_note", "missing_facts", "request_sources", "kv_connector"),
+    *("kv_role", "capabilities", "labels", "reclaim_note", "model_fingerprint"),
+)
+
 
 def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
     """Return the session's engine as a message, without the fields of capabilities.
@@ -29,26 +36,13 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
     hello, report, table = session.hello, session.gauges, session.table
     running = table.live & ~table.preempted
     state = fleet_pb2.CONNECTION_STATE_CONNECTED if connected else fleet_pb2.CONNECTION_STATE_DISCONNECTED
+    same: dict[str, Any] = {name: getattr(hello, name) for name in OF_HELLO}
     view = fleet_pb2.Engine(
-        engine_id=hello.engine_id,
-        incarnation=hello.incarnation,
-        model=hello.model,
-        vllm_version=hello.vllm_version,
-        agent_version=hello.agent_version,
+        **same,
         state=state,
         revision=session.revision,
         acked_revision=session.acked_revision,
         nack_error=session.nack_error,
-        fault=hello.fault,
-        faults=hello.faults,
-        last_fault=hello.last_fault,
-        unknown_markers=hello.unknown_markers,
-        entropy_backend=hello.entropy_backend,
-        entropy_note=hello.entropy_note,
-        missing_facts=hello.missing_facts,
-        request_sources=hello.request_sources,
-        kv_connector=hello.kv_connector,
-        kv_role=hello.kv_role,
         thinking=int((running & (table.phase == THINK)).sum()),
         answering=int((running & (table.phase == OUTPUT)).sum()),
         token_events=session.totals.token_events,
@@ -60,13 +54,9 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         ttot=session.totals.ttot.message(),
         think_tokens=session.totals.think_tokens.message(),
         open_decisions=len(session.open_decisions),
-        capabilities=hello.capabilities,
         agent_state=agent_state(session),
         shadow=session.shadow.messages(),
         engine_limits=engine_limits(session),
-        labels=hello.labels,
-        reclaim_note=hello.reclaim_note,
-        model_fingerprint=hello.model_fingerprint,
         unread_prompts=session.totals.unread_prompts,
     )
     freezing = session.freezing
