@@ -263,13 +263,19 @@ def _count_end(
 ) -> None:
     """Count what became of a closed request after the first end of its thinking."""
     counts.ends += 1
-    counts.aborts += reason == agent_pb2.FINISH_REASON_ABORT
-    counts.lengths += reason in CUT
-    counts.reentries += thought_again
-    if not thought_again:
-        counts.answer_tokens.counts[bisect_left(ANSWER_BOUNDS, answer_tokens)] += 1
-        counts.answer_tokens.sum += answer_tokens
-        counts.empty_answers += reason in FINISHED and answer_tokens <= EMPTY_ANSWER
+    # Most counts stay as they are, and writing to a message takes longer than to look.
+    if reason == agent_pb2.FINISH_REASON_ABORT:
+        counts.aborts += 1
+    elif reason in CUT:
+        counts.lengths += 1
+    if thought_again:
+        counts.reentries += 1
+        return
+    tokens = counts.answer_tokens
+    tokens.counts[bisect_left(ANSWER_BOUNDS, answer_tokens)] += 1
+    tokens.sum += answer_tokens
+    if reason in FINISHED and answer_tokens <= EMPTY_ANSWER:
+        counts.empty_answers += 1
 
 
 def _has_answer(table: RequestTable, slot: int, reason: agent_pb2.FinishReason.ValueType) -> bool:
