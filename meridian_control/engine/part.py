@@ -8,7 +8,7 @@ object belongs to one session.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple
 from weakref import proxy
 
 from meridian.v1 import agent_pb2
@@ -284,23 +284,25 @@ PartMaker: TypeAlias = "Callable[[Stream], Part | None]"
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-Given = ParamSpec("Given")
+Given = TypeVarTuple("Given")
 
 
-def _plain(method: Callable[Concatenate[Part, Given], None]) -> Callable[Concatenate[Parts, Given], None]:
-    def call(parts: Parts, /, *given: Given.args, **named: Given.kwargs) -> None:
-        for part in parts.having[method.__name__]:
-            getattr(part, method.__name__)(*given, **named)
+def _plain(method: Callable[[Part, *Given], None]) -> Callable[[Parts, *Given], None]:
+    name = method.__name__
+
+    def call(parts: Parts, *given: *Given) -> None:
+        for own in parts.methods[name]:
+            own(*given)
 
     return call
 
 
-def _sliced(
-    method: Callable[Concatenate[Part, Given], Sliced[None] | None],
-) -> Callable[Concatenate[Parts, Given], Sliced[None]]:
-    def call(parts: Parts, /, *given: Given.args, **named: Given.kwargs) -> Sliced[None]:
-        for part in parts.having[method.__name__]:
-            if (work := getattr(part, method.__name__)(*given, **named)) is not None:
+def _sliced(method: Callable[[Part, *Given], Sliced[None] | None]) -> Callable[[Parts, *Given], Sliced[None]]:
+    name = method.__name__
+
+    def call(parts: Parts, *given: *Given) -> Sliced[None]:
+        for own in parts.methods[name]:
+            if (work := own(*given)) is not None:
                 yield from work
 
     return call
@@ -323,8 +325,9 @@ class Parts:
     def __init__(self, stream: Stream, makers: Iterable[PartMaker]) -> None:
         weak: Stream = proxy(stream)
         self.all = [part for make in makers if (part := make(weak)) is not None]
-        # By method, the parts that have it.
-        self.having = {name: having(self.all, Part, name) for name in vars(Part) if not name.startswith("_")}
+        # By name, the methods of those parts that have it.
+        names = [name for name in vars(Part) if not name.startswith("_")]
+        self.methods = {name: [getattr(part, name) for part in having(self.all, Part, name)] for name in names}
 
     def of(self, kind: type[AnyPart]) -> AnyPart:
         """Return the part of this class. Raises LookupError if the stream has none."""

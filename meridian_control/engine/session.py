@@ -329,7 +329,7 @@ class Session:
             return []
         self.gauges, self.reported_at = gauges_of(report), now
         self.agent_state = report.state or self.agent_state
-        yield from self._parts.report_begins(now, decides=self._deciding is not None)
+        yield from self._parts.report_begins(now, self._deciding is not None)
         yield from self._intake.take_report(report, now)
         self._ledger.step = report.step
         response = yield from self._ends_of_thinking(now, reported=True)
