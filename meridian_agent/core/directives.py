@@ -359,9 +359,17 @@ class Directives:
         """Report an outcome for every open decision about a request that has ended, but not for an eviction tier, which
         waits until vLLM frees the blocks."""
         self._drop_ending(live, Outcome.REQUEST_GONE)
-        self._close_cap(live, Outcome.REQUEST_GONE)
+        self._close_cap(live, Outcome.REQUEST_GONE, self._nothing_reserved(live))
         self.probes.drop(Outcome.REQUEST_GONE, live)
         self.preempts.settle(live, Outcome.REQUEST_GONE)
+
+    def _nothing_reserved(self, live: LiveRequest) -> str:
+        """Return what to say of a request that has thought to its last token because no token of its answer reserve
+        fits; empty for every other request."""
+        state, reserve, most = live.state, live.reserve_tokens, live.info.most_tokens
+        if not reserve or live.phase is not Phase.THINK or state.continues or state.generated_tokens < most:
+            return ""
+        return "" if held_back(state, self._tracker.markers, reserve, most) else reserve_note(0, most, reserve)
 
     def drop(self, parts: int, report: bool = True) -> None:
         """Drop the decisions about these parts of the directives; a forced end that has begun is completed. report:

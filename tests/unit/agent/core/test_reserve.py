@@ -89,6 +89,9 @@ def test_a_reserve_leaves_three_quarters_of_a_small_call_to_thinking(markers: Ma
         for _ in range(most):
             engine.run({"a": TEXT})
         assert (tr.state.think_tokens, engine.outcomes) == (most, {})
+        engine.finish("a")
+        engine.run({})
+        assert details(engine)[1] == f"answer_reserve_tokens: 40 tokens do not fit, 0 of {most} are left for the answer"
         return
     text_until_end(engine, "a", most)
     assert left_after_end(engine, most) == held
@@ -96,6 +99,16 @@ def test_a_reserve_leaves_three_quarters_of_a_small_call_to_thinking(markers: Ma
     assert details(engine)[1] == (
         f"answer_reserve_tokens: 40 tokens do not fit, {held} of {most} are left for the answer"
     )
+
+
+def test_nothing_is_said_of_a_reserve_that_a_request_did_not_come_to() -> None:
+    engine = FakeEngine()
+    engine.open("a", MARKERS.starts[0], max_tokens=4)
+    engine.accept(message(caps=[cap(1, 0, MAX, reserve=40)]))
+    engine.run({"a": TEXT})
+    engine.finish("a")
+    engine.run({})
+    assert (engine.outcomes, details(engine)[1]) == ({1: [Outcome.REQUEST_GONE]}, "")
 
 
 @pytest.mark.parametrize("shadow", [False, True])
