@@ -30,6 +30,19 @@ STOP, LENGTH, ABORT = 1, 2, 3
 FINISH_REASONS = {STOP: "stop", LENGTH: "length", ABORT: "abort"}
 
 
+def opened(
+    tracker: Tracker,
+    name: str,
+    prompt: Sequence[int] = (START,),
+    own_cap: int | None = None,
+    ref: Any = None,
+    **own: Any,
+) -> LiveRequest:
+    """Let a tracker open a request that an engine has admitted. own: further fields of RequestInfo."""
+    info = RequestInfo(name, "model", "tenant", "slo", 7, 1000, own_cap, **own)
+    return tracker.open(info, list(prompt), 0, ref or SimpleNamespace())
+
+
 class FakeEngine:
     """One engine. `outcomes` has all outcomes ever reported: decision id to outcomes, in order."""
 

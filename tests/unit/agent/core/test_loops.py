@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.phases import Markers
-from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.token_cycles import LOOK_TOKENS, MAX_PERIOD, LoopSearch
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report as report_of
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.journal.messages import decision_message
+from tests.fakes.engine import END, MARKERS, START, opened
 from tests.fakes.tables import policy
 from tests.unit.sessions import EARLY, Stream, stream
 
-if TYPE_CHECKING:
-    from meridian_agent.core.live_request import LiveRequest
-
-START, END, OTHER = 1, 2, 3
 OFF = {"enabled": False}
 LOOP = {"shadow": False, "min_rounds": 3, "min_tokens": 40}
 
@@ -33,9 +28,9 @@ LOOP = {"shadow": False, "min_rounds": 3, "min_tokens": 40}
 class Looking(Tracker):
     """A tracker whose looks are taken at once."""
 
-    def __init__(self, markers: Markers, tokens_per_step: int) -> None:
-        super().__init__(markers, tokens_per_step)
-        self.search = LoopSearch()
+    def __init__(self, tokens_per_step: int = 1) -> None:
+        super().__init__(MARKERS, tokens_per_step)
+        self.loops.enabled, self.search = True, LoopSearch()
 
     def look(self) -> None:
         self.look_for_loops()
@@ -48,8 +43,7 @@ class Writer:
 
     def __init__(self, tracker: Looking, name: str) -> None:
         self.tracker, self.ref = tracker, SimpleNamespace(output_token_ids=[])
-        info = RequestInfo(name, "model", "tenant", "slo", 7, 100_000, None)
-        self.live: LiveRequest = tracker.open(info, [START], 0, self.ref)
+        self.live = opened(tracker, name, ref=self.ref)
 
     def write(self, *tokens: int) -> None:
         self.ref.output_token_ids += tokens
@@ -57,15 +51,9 @@ class Writer:
         self.tracker.look()
 
 
-def tracker(tokens_per_step: int = 1) -> Looking:
-    made = Looking(Markers(((START,),), ((END,),)), tokens_per_step)
-    made.loops.enabled = True
-    return made
-
-
 @pytest.mark.parametrize("period", [1, 2, 3, 31, 32, 33, 255, MAX_PERIOD])
 def test_a_loop_is_reported_before_its_fourth_round_or_256_tokens(period: int) -> None:
-    writer = Writer(tracker(), "a")
+    writer = Writer(Looking(), "a")
     cycle = list(range(100, 100 + period))
     writer.write(*range(10_000, 10_700))
     for number in range(max(4 * period, 256)):
@@ -79,7 +67,7 @@ def test_a_loop_is_reported_before_its_fourth_round_or_256_tokens(period: int) -
 
 @pytest.mark.parametrize("tokens_per_step", [2, 4, 9])
 def test_a_step_of_several_tokens_is_looked_at_no_later(tokens_per_step: int) -> None:
-    writer = Writer(tracker(tokens_per_step), "a")
+    writer = Writer(Looking(tokens_per_step), "a")
     for _ in range(200 // tokens_per_step):
         writer.write(*[100] * tokens_per_step)
     tokens = [tokens for _, _, tokens in writer.tracker.record.loops]
@@ -90,7 +78,7 @@ def test_a_step_of_several_tokens_is_looked_at_no_later(tokens_per_step: int) ->
 
 @pytest.mark.parametrize(("merge_loops", "gap"), [(False, LOOK_TOKENS), (True, 2 * LOOK_TOKENS)])
 def test_looks_are_half_as_often_while_no_end_follows_from_one(merge_loops: bool, gap: int) -> None:
-    writer = Writer(tracker(), "a")
+    writer = Writer(Looking(), "a")
     writer.tracker.loops.obey(find_loops=True, merge_loops=merge_loops)
     for _ in range(300):
         writer.write(100)
@@ -100,7 +88,7 @@ def test_looks_are_half_as_often_while_no_end_follows_from_one(merge_loops: bool
 
 def test_only_the_thinking_that_goes_on_counts() -> None:
     """Neither the prompt, nor an answer, nor thinking before an answer belongs to a loop."""
-    writer = Writer(tracker(), "a")
+    writer = Writer(Looking(), "a")
     writer.write(*[100] * 20)
     writer.write(END)
     for _ in range(100):
@@ -116,7 +104,7 @@ def test_only_the_thinking_that_goes_on_counts() -> None:
 def test_requests_take_turns_and_slots_are_not_confused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that takes over a slot has none of the tokens of the request before it."""
     monkeypatch.setattr("meridian_agent.core.tracker.RESTING_SLOTS", 0)
-    shared = tracker()
+    shared = Looking()
     writers = [Writer(shared, f"r{number}") for number in range(40)]
     for _ in range(70):
         for writer in writers:
@@ -134,7 +122,7 @@ def test_requests_take_turns_and_slots_are_not_confused(monkeypatch: pytest.Monk
 
 
 def test_a_report_has_the_loops_of_all_its_steps() -> None:
-    writer = Writer(tracker(), "a")
+    writer = Writer(Looking(), "a")
     for _ in range(100):
         writer.write(100)
     loops = report_of([writer.tracker.take_record()]).loops

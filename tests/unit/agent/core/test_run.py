@@ -4,7 +4,6 @@ request."""
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,32 +11,25 @@ import pytest
 
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Markers
-from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report
+from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 from tests.fakes.records import in_slot_order
 from tests.fakes.sentences import ends_by_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-START, END, TEXT, STOP = 1, 2, 3, 4
-MARKERS = Markers(((START,),), ((END,),))
-# The token STOP ends a sentence.
-BOUNDARIES = bytes([0, 0, 0, 0, 32])
+# A token that ends a sentence.
+STOP = 4
 
 
 def tracker_of(markers: Markers = MARKERS, drafts: int = 0) -> Tracker:
     tracker = Tracker(markers, 1 + drafts)
     tracker.lookahead = drafts
-    tracker.sentences = ends_by_id(BOUNDARIES)
+    tracker.sentences = ends_by_id(bytes([0, 0, 0, 0, 32]))
     return tracker
-
-
-def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap: int | None = None) -> LiveRequest:
-    info = RequestInfo(name, "", "", "", 0, 0, own_cap)
-    return tracker.open(info, [START] if prompt is None else prompt, 0, SimpleNamespace())
 
 
 def step(tracker: Tracker, tokens: dict[str, list[int]], ended: Iterable[str] = ()) -> str:

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_PARAGRAPH, FLAG_SENTENCE, Markers
-from meridian_agent.core.request_info import RequestInfo
+from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_PARAGRAPH, FLAG_SENTENCE
 from meridian_agent.core.sentences import (
     CERTAIN,
     ENDED,
@@ -33,6 +32,7 @@ from meridian_agent.core.sentences import (
 )
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.vllm_adapter.tokenizer import sentences_of, token_texts
+from tests.fakes.engine import MARKERS, opened
 from tests.fakes.sentences import ends_of, flags_of
 from tests.needed import VOCABULARIES, VOCABULARY_NAMES, vocabulary_folder
 
@@ -207,7 +207,6 @@ TEXTS = [
 VOCABULARY = [*map(TokenText, TEXTS), *map(split_bytes, (b"\xe0\xa5", b"\xa4")), TokenText("", special=True)]
 TABLE = table_of(VOCABULARY)
 FIRST = 3
-START, STOP = 1, 2
 
 
 def shifted(table: SentenceTable) -> SentenceTable:
@@ -234,7 +233,7 @@ def test_ends_do_not_depend_on_how_tokens_are_cut_into_steps(
     seen: dict[str, list[int]] = {name: [] for name in expected}
     tracker = made(table, drafts)
     for name in expected:
-        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, SimpleNamespace())
+        opened(tracker, name)
     while any(len(seen[name]) < len(expected[name]) for name in seen):
         if rng.random() < 0.05:
             tracker = handed_over(tracker, table, drafts, thinking, seen)
@@ -267,13 +266,13 @@ def test_no_awaited_end_is_missed_in_a_long_run() -> None:
     thinking = [rng.choices(range(FIRST, FIRST + len(TEXTS) + 2), k=300) for _ in range(2)]
     seen: dict[str, list[int]] = {name: [] for name in ("r0", "r1")}
     for name in seen:
-        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, SimpleNamespace())
+        opened(tracker, name)
     for _ in thinking[0]:
         step(tracker, list(seen), thinking, seen, rng)
 
 
 def made(table: SentenceTable, drafts: int) -> Tracker:
-    tracker = Tracker(Markers(((START,),), ((STOP,),)), 1 + drafts)
+    tracker = Tracker(MARKERS, 1 + drafts)
     tracker.lookahead, tracker.sentences = drafts, table
     return tracker
 
@@ -540,7 +539,7 @@ def test_states_keep_nothing_that_they_came_from() -> None:
     """A run of any length keeps the states of its newest step only."""
     tracker = made(shifted(TABLE), 2)
     for name in ("r0", "r1"):
-        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [START], 0, SimpleNamespace())
+        opened(tracker, name)
     thinking, seen = [[FIRST] * 400] * 2, {"r0": list[int](), "r1": list[int]()}
     rng, kept = random.Random(1), list[int]()
     # A process that has run other tests has millions of other objects, which each collection would go through.

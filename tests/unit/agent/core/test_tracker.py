@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,20 +11,9 @@ from hypothesis import strategies as st
 
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_PARAGRAPH, FLAG_SENTENCE, Markers, Phase
-from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.tracker import RESTING_SLOTS, Tracker
+from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 from tests.fakes.sentences import ends_by_id
-
-START, END, TEXT = 1, 2, 90
-MARKERS = Markers(((START,),), ((END,),))
-
-
-def info(name: str, own_cap: int | None = None) -> RequestInfo:
-    return RequestInfo(name, "model", "tenant", "slo", 7, 100, own_cap)
-
-
-def opened(tracker: Tracker, name: str, prompt: list[int] | None = None, own_cap: int | None = None) -> LiveRequest:
-    return tracker.open(info(name, own_cap), [START] if prompt is None else prompt, 0, SimpleNamespace())
 
 
 def test_a_slot_is_not_opened_in_the_record_that_closes_it() -> None:
@@ -195,8 +184,8 @@ def test_opened_rows_are_copies() -> None:
     (row,) = tracker.record.opened
     tracker.feed(tr, [TEXT, TEXT, END, TEXT], 0)
     tr.forced = tr.preempted = True
-    assert row == (0, info("a", 9), Phase.THINK, 0, 0, 0, False, False, False, False)
-    assert tracker.snapshot() == [(0, info("a", 9), Phase.OUTPUT, 2, 1, 2, True, True, False, False)]
+    assert row == (0, tr.info, Phase.THINK, 0, 0, 0, False, False, False, False)
+    assert tracker.snapshot() == [(0, tr.info, Phase.OUTPUT, 2, 1, 2, True, True, False, False)]
 
 
 def test_ended_is_said_once_and_across_re_entry() -> None:
@@ -285,7 +274,7 @@ def test_due_ends_with_thinking_and_when_the_cap_is_lifted() -> None:
     other = opened(tracker, "d", [], own_cap=0)
     assert [*tracker.due] == [natural, lifted, gone], "a request that does not think is not due"
     tracker.feed(natural, [END], 0)
-    lifted.info = info("b")
+    lifted.info = replace(lifted.info, max_think_tokens=None)
     tracker.watch_limit(lifted)
     tracker.close(gone, 3)
     assert not tracker.due

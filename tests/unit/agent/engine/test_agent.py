@@ -22,7 +22,7 @@ from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.vllm_adapter import scheduler_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from meridian_agent.vllm_adapter.tokenizer import Template
-from tests.fakes.engine import END, MARKERS, START
+from tests.fakes.engine import END, MARKERS, START, opened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +92,7 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(
 def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = agent.tracker.open(RequestInfo("a", "m", "", "", 1, 100, None), [START], 0, SimpleNamespace())
+    live = opened(agent.tracker, "a")
     cap = agent_pb2.ThinkCap(decision_id=1, slot=live.slot, max_think_tokens=50)
     agent.directives.accept(agent_pb2.Directives(step=9, caps=[cap]))
     monkeypatch.setattr(agent.link, "lapsed", lambda: ORDER | CAPS)
@@ -134,7 +134,7 @@ def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
 def test_nothing_is_measured_while_all_requests_answer(agent: Agent) -> None:
     agent.observe_entropy = True
     for name, prompt in (("a", [START]), ("b", [START, END])):
-        agent.tracker.open(RequestInfo(name, "m", "", "", 1, 100, None), prompt, 0, SimpleNamespace())
+        opened(agent.tracker, name, prompt)
     asked = []
     for _ in range(2):
         output = scheduled({"a": 1})

@@ -11,9 +11,8 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import Directives
-from meridian_agent.core.phases import FLAG_SENTENCE, Markers
+from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_agent.core.probe_admission import COLLECT_STEPS, PLACE_STEPS, Placed
-from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.calm_steps import CalmSteps
@@ -23,12 +22,14 @@ from meridian_agent.link.inbox import Inbox
 from meridian_agent.link.lease import Lease
 from meridian_agent.link.mailbox import Arrived, Mailbox
 from meridian_agent.link.record_queue import RecordQueue
+from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 from tests.fakes.sentences import ends_by_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-START, END, TEXT, STOP = 1, 2, 3, 4
+# A token that ends a sentence.
+STOP = 4
 IDS = ["a", "b"]
 
 
@@ -41,8 +42,7 @@ class Engine:
         inbox = Inbox(lease)
         self.link: Any
         self.link = SimpleNamespace(lease=lease, inbox=inbox, mailbox=Mailbox(lease, inbox, lambda _: None))
-        self.tracker = Tracker(Markers(((START,),), ((END,),)), 1 + drafts)
-        # The token STOP ends a sentence.
+        self.tracker = Tracker(MARKERS, 1 + drafts)
         self.tracker.sentences = ends_by_id(bytes([0, 0, 0, 0, FLAG_SENTENCE]))
         self.directives = Directives(self.tracker)
         self.probing = ProbeRunner(self.tracker, self.directives, 16, True)
@@ -61,8 +61,7 @@ class Engine:
         # The ids in the order of the runner's rows.
         self.ids = IDS
         for name in IDS:
-            ref = SimpleNamespace(num_tokens=1)
-            self.tracker.open(RequestInfo(name, "", "", "", 0, 1000, None), [START], 0, ref)
+            opened(self.tracker, name, ref=SimpleNamespace(num_tokens=1))
         self.counted([TEXT], [TEXT])
         assert self.tracker.run.whole
 
@@ -126,7 +125,7 @@ ENDS: list[Callable[[Engine], Any]] = [
     lambda engine: engine.link.lease.lost(),
     lambda engine: engine.calm.end(),
     lambda engine: engine.calm.scheduled(3),
-    lambda engine: engine.tracker.open(RequestInfo("c", "", "", "", 0, 9, None), [START], 0, SimpleNamespace()),
+    lambda engine: opened(engine.tracker, "c"),
     lambda engine: engine.tracker.feed(engine.tracker.by_id["a"], [END], 0),
     lambda engine: engine.tracker.close(engine.tracker.by_id["a"], 1),
     lambda engine: engine.tracker.run.leave(engine.tracker.by_id["a"]),

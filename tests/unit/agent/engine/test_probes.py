@@ -24,7 +24,7 @@ from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.vllm_adapter import probe_rows, request_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from meridian_agent.vllm_adapter.tokenizer import Template
-from tests.fakes.engine import MARKERS
+from tests.fakes.engine import MARKERS, opened
 
 BLOCK = 16
 ROOM = Room(sequences=2, blocks=6, tokens=STEP_SHARE * 20, prefix_caching=True)
@@ -252,9 +252,7 @@ def test_the_end_of_probing_leaves_no_probe_and_holds_nobody(monkeypatch: pytest
     )
     tracker = Tracker(MARKERS)
     probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
-    waiting, computed = (
-        tracker.open(RequestInfo(name, "", "", "", 0, 0, None), [1], 0, request()) for name in ("a", "b")
-    )
+    waiting, computed = (opened(tracker, name, ref=request()) for name in ("a", "b"))
     probing.placed["meridian-probe-1"] = Placed(1, waiting, 7, 40)
     probing.placed["meridian-probe-2"] = Placed(2, computed, 7, 40, cost_tokens=2)
     probing.held[waiting] = probing.held[computed] = 5
@@ -273,7 +271,7 @@ def test_a_probe_without_a_result_is_refused(tokens: list[int], measured: float)
     """vLLM may end a probe with an error, for example, and that is no fault. Its likeliest token is no trial answer,
     and its request does not wait for a decision from it."""
     tracker = Tracker(MARKERS)
-    live = tracker.open(RequestInfo("a", "", "", "", 0, 0, None), [1], 0, request())
+    live = opened(tracker, "a", ref=request())
     probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
     probing.placed["meridian-probe-1"] = Placed(1, live, 7, 40)
     probing.held[live] = 0

@@ -14,7 +14,6 @@ from meridian_agent.core.directives import Directives
 from meridian_agent.core.live_request import Ending
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.probe_admission import PREFIX, Placed
-from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Gauges, StepRecord, TextStep
 from meridian_agent.core.step_signals import RESULT, StepSignals
 from meridian_agent.core.tracker import Tracker
@@ -24,10 +23,12 @@ from meridian_agent.engine.step_accounting import StepAccounting
 from meridian_agent.link.messages import step_report
 from meridian_agent.link.unreported import Unreported
 from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
+from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 from tests.fakes.records import in_slot_order
 from tests.fakes.sentences import ends_by_id
 
-START, END, TEXT, STOP, TOOL_CALL = 1, 2, 3, 4, 5
+# A token that ends a sentence, and one that ends thinking with a tool call.
+STOP, TOOL_CALL = 4, 5
 GAUGES = Gauges(0.5, 2, 0)
 
 
@@ -36,9 +37,8 @@ class Engine:
     each step."""
 
     def __init__(self, singly: bool = False, drafts: int = 0) -> None:
-        self.tracker, self.singly, self.whole = Tracker(Markers(((START,),), ((END,),)), 1 + drafts), singly, 0
+        self.tracker, self.singly, self.whole = Tracker(MARKERS, 1 + drafts), singly, 0
         self.rows = 1 + drafts
-        # The token STOP ends a sentence.
         self.tracker.sentences = ends_by_id(bytes([0, 0, 0, 0, 32]))
         directives = Directives(self.tracker)
         self.probing = ProbeRunner(self.tracker, directives, 16, True)
@@ -65,7 +65,7 @@ class Engine:
 
     def open(self, name: str, prompt: list[int]) -> None:
         ref = SimpleNamespace(sampling_params=SimpleNamespace(all_stop_token_ids={9}))
-        self.tracker.open(RequestInfo(name, "", "", "", 0, 0, None), prompt, 0, ref)
+        opened(self.tracker, name, prompt, ref=ref)
 
     def probe(self, number: int, parent: str) -> str:
         """Place a probe of a request and return its id."""

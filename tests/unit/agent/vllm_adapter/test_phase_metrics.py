@@ -14,13 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from meridian_agent.core.directives import Directives
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Markers
-from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.vllm_adapter import phase_numbers, server_metrics
 from meridian_agent.vllm_adapter.phase_numbers import FIELD, INTERVAL_S, PhaseNumbers, PhaseNumberSender, add_field
-
-START, END, TEXT = 1, 2, 90
-MARKERS = Markers(((START,),), ((END,),))
+from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 
 
 class Engine:
@@ -34,9 +31,8 @@ class Engine:
         monkeypatch.setattr(phase_numbers, "time", clock)
 
     def open(self, name: str, prompt: list[int], handed_over_ref: str = "") -> LiveRequest:
-        info = RequestInfo(name, "model", "tenant", "slo", 7, 100, None, handed_over_ref=handed_over_ref)
         request = SimpleNamespace(arrival_time=self.now - 2.0, num_computed_tokens=10)
-        return self.tracker.open(info, prompt, 0, request)
+        return opened(self.tracker, name, prompt, ref=request, handed_over_ref=handed_over_ref)
 
     def step(self, seconds: float = 0.0, stats: Any = True) -> Any:
         """Return the field that a step's statistics have, after the clock was moved."""

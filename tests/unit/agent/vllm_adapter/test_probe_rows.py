@@ -12,14 +12,13 @@ import torch
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import Directives
-from meridian_agent.core.phases import Markers
-from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import PROBE_ROWS, PROBED
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.vllm_adapter import probe_rows
 from meridian_agent.worker.probe_rows import ProbeRows, ProbeRowsV2
+from tests.fakes.engine import MARKERS, opened
 
 BLOCK = 16
 
@@ -187,9 +186,8 @@ def test_runner_v2_samples_from_the_newest_token_and_rejects_the_probes() -> Non
 
 
 def test_a_probe_whose_request_is_left_out_of_the_step_waits_for_it() -> None:
-    tracker = Tracker(Markers(((1,),), ((2,),)))
-    tracker.open(RequestInfo("r", "", "", "", 0, 1000, None), [1], 0, request(40))
-    live, directives = tracker.by_id["r"], Directives(tracker)
+    tracker = Tracker(MARKERS)
+    live, directives = opened(tracker, "r", ref=request(40)), Directives(tracker)
     tracker.feed(live, [3], 0)
     probing = ProbeRunner(tracker, directives, BLOCK, True)
     probing.rows_possible = True
