@@ -30,10 +30,10 @@ async def control(tmp_path: Path) -> AsyncIterator[Control]:
 
 
 @pytest.fixture
-async def scripted() -> AsyncIterator[tuple[Scripted, str]]:
+async def scripted() -> AsyncIterator[Scripted]:
     servicer, server = Scripted(), grpc.aio.server()
     agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    servicer.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    yield servicer, f"127.0.0.1:{port}"
+    yield servicer
     await server.stop(None)

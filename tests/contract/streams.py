@@ -74,13 +74,14 @@ async def controlling(path: Path) -> AsyncIterator[Control]:
 
 
 class Scripted(agent_pb2_grpc.AgentServiceServicer):
-    """A server that sends the responses which a test puts into `say`, and reads requests only while `reading` is
-    set."""
+    """A server that says what a test lets it say, and reads requests only while `reading` is set."""
 
     def __init__(self) -> None:
+        self.target = ""
         self.received: list[agent_pb2.ConnectRequest] = []
-        self.say: asyncio.Queue[agent_pb2.ConnectResponse] = asyncio.Queue()
+        self._to_say: asyncio.Queue[agent_pb2.ConnectResponse] = asyncio.Queue()
         self.reading = asyncio.Event()
+        self.reading.set()
         self.welcomes = True
         self.reads_byte_columns = False
         # The tasks of the newest stream: the one that answers, and the one that reads.
@@ -104,7 +105,7 @@ class Scripted(agent_pb2_grpc.AgentServiceServicer):
         self._newest = [answering, reader]
         try:
             while True:
-                yield await self.say.get()
+                yield await self._to_say.get()
         finally:
             reader.cancel()
 
@@ -113,6 +114,14 @@ class Scripted(agent_pb2_grpc.AgentServiceServicer):
         async for request in requests:
             self.received.append(request)
             await self.reading.wait()
+
+    def say(self, **message: Any) -> None:
+        """Send this response on the newest stream, or on the next one."""
+        self._to_say.put_nowait(agent_pb2.ConnectResponse(**message))
+
+    def heard(self, kind: str) -> list[Any]:
+        """Return all that was received of one kind."""
+        return [getattr(message, kind) for message in self.received if message.HasField(kind)]  # type: ignore[arg-type]
 
     def kinds(self) -> list[str | None]:
         return [m.WhichOneof("message") for m in self.received]

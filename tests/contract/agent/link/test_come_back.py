@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from meridian.v1 import agent_pb2
+from typing import TYPE_CHECKING, Any
 
 from tests.fakes.linked import LinkedEngine, until
 
@@ -12,83 +10,73 @@ if TYPE_CHECKING:
     from tests.contract.streams import Scripted
 
 
-def settings(revision: int) -> agent_pb2.ConnectResponse:
+def settings(revision: int) -> dict[str, int]:
     """Return settings that an agent accepts."""
-    return agent_pb2.ConnectResponse(
-        settings=agent_pb2.Settings(revision=revision, nonce=revision, lease_ms=30_000, report_interval_steps=1)
-    )
+    return {"revision": revision, "nonce": revision, "lease_ms": 30_000, "report_interval_steps": 1}
 
 
-def cap(decision_id: int) -> agent_pb2.ConnectResponse:
-    directives = agent_pb2.Directives(step=1)
-    directives.caps.add(decision_id=decision_id, slot=0, max_think_tokens=5)
-    return agent_pb2.ConnectResponse(directives=directives)
+def cap(decision_id: int) -> dict[str, Any]:
+    return {"step": 1, "caps": [{"decision_id": decision_id, "slot": 0, "max_think_tokens": 5}]}
 
 
-async def test_settings_decisions_and_refusals_of_the_agent_before_are_dropped(scripted: tuple[Scripted, str]) -> None:
-    servicer, target = scripted
-    servicer.reading.set()
-    with LinkedEngine([target]) as engine:
+async def test_settings_decisions_and_refusals_of_the_agent_before_are_dropped(scripted: Scripted) -> None:
+    with LinkedEngine([scripted.target]) as engine:
         link = engine.link
         engine.open("a")
         await engine.hears(lambda: engine.streams)
-        await engine.steps_until(lambda: "step" in servicer.kinds())
+        await engine.steps_until(lambda: "step" in scripted.kinds())
         # The engine steps no more, so what arrives now waits for the agent that then fails.
         engine.refusal = "the agent is off"
-        await servicer.say.put(settings(7))
+        scripted.say(settings=settings(7))
         await until(lambda: link.refused == {7: "the agent is off"})
         engine.refusal = ""
-        await servicer.say.put(settings(8))
-        await servicer.say.put(cap(1))
+        scripted.say(settings=settings(8))
+        scripted.say(directives=cap(1))
         await until(lambda: len(link.mailbox.arrived) == 1 and len(link.inbox.messages) == 1)
-        sent = len(servicer.received)
+        sent = len(scripted.received)
 
         link.come_back()
 
         assert link.refused == {}
         assert not link.mailbox.arrived
         assert not link.inbox.messages
-        await engine.steps_until(lambda: "step" in servicer.kinds()[sent:])
-        told = [kind for kind in servicer.kinds()[sent:] if kind in ("snapshot", "step")]
+        await engine.steps_until(lambda: "step" in scripted.kinds()[sent:])
+        told = [kind for kind in scripted.kinds()[sent:] if kind in ("snapshot", "step")]
         assert told[0] == "snapshot", "the control plane gets all live requests anew"
         assert not engine.caps()
         assert (engine.kept, link.lease.revision) == ([], 0)
-        assert not [m for m in servicer.received if m.settings_status.revision == 8], "nobody obeys revision 8"
+        assert not [m for m in scripted.received if m.settings_status.revision == 8], "nobody obeys revision 8"
         link.restart()
-        await engine.steps_until(lambda: servicer.kinds().count("hello") == 2)
-        newest = [m.hello for m in servicer.received if m.WhichOneof("message") == "hello"][-1]
-        assert not newest.refused
+        await engine.steps_until(lambda: scripted.kinds().count("hello") == 2)
+        assert not scripted.heard("hello")[-1].refused
 
 
-async def test_what_arrives_on_the_stream_of_the_new_agent_is_kept(scripted: tuple[Scripted, str]) -> None:
+async def test_what_arrives_on_the_stream_of_the_new_agent_is_kept(scripted: Scripted) -> None:
     """The stream that begins while the agent is off belongs to the agent that comes back."""
-    servicer, target = scripted
-    servicer.reading.set()
-    with LinkedEngine([target]) as engine:
+    with LinkedEngine([scripted.target]) as engine:
         link = engine.link
         engine.open("a")
         await engine.hears(lambda: engine.streams)
-        await servicer.say.put(cap(1))
+        scripted.say(directives=cap(1))
         await until(lambda: link.inbox.messages)
         link.restart()
         await until(lambda: list(link.inbox.messages) == [None])
-        await servicer.say.put(cap(2))
+        scripted.say(directives=cap(2))
         await until(lambda: len(link.inbox.messages) == 2)
         link.come_back()
         await engine.hears(lambda: engine.streams == 2 and engine.caps())
         assert [each.decision_id for taken in engine.taken for each in taken.caps] == [2]
 
 
-async def test_messages_wait_for_the_new_agents_step(scripted: tuple[Scripted, str]) -> None:
+async def test_messages_wait_for_the_new_agents_step(scripted: Scripted) -> None:
     """While the agent was off the link answered by itself; from now on the engine takes messages in."""
-    servicer, target = scripted
-    with LinkedEngine([target]) as engine:
+    with LinkedEngine([scripted.target]) as engine:
         link = engine.link
         engine.open("a")
         await engine.hears(lambda: engine.streams)
         link.mailbox.step_aside()
         link.come_back()
-        await servicer.say.put(settings(9))
+        scripted.say(settings=settings(9))
         await until(lambda: link.mailbox.arrived)
         assert link.lease.revision == 0
         engine.take_inbox()

@@ -98,17 +98,15 @@ async def test_an_engine_that_pauses_gets_the_answer_to_its_last_report(control:
         assert not engine.link.lease.idle
 
 
-async def test_an_older_control_plane_gets_no_heartbeat(scripted: tuple[Scripted, str]) -> None:
-    servicer, target = scripted
-    servicer.reading.set()
+async def test_an_older_control_plane_gets_no_heartbeat(scripted: Scripted) -> None:
     clock = [0.0]
-    with LinkedEngine([target], clock=lambda: clock[0]) as engine:
+    with LinkedEngine([scripted.target], clock=lambda: clock[0]) as engine:
         await until(lambda: engine.link.lease.connected)
         engine.open("a")
-        await engine.steps_until(lambda: "step" in servicer.kinds())
+        await engine.steps_until(lambda: "step" in scripted.kinds())
         clock[0] += 5.0
-        await engine.steps_until(lambda: servicer.kinds().count("step") > 5)
-        assert "heartbeat" not in servicer.kinds()
+        await engine.steps_until(lambda: scripted.kinds().count("step") > 5)
+        assert "heartbeat" not in scripted.kinds()
 
 
 async def test_ends_of_the_agents_own_are_told_in_its_words(control: Control, caplog: pytest.LogCaptureFixture) -> None:

@@ -61,7 +61,6 @@ class Measuring(Scripted):
 
     def __init__(self, **welcome: Any) -> None:
         super().__init__()
-        self.reading.set()
         self.welcome = welcome
         self.streams = 0
 
@@ -71,9 +70,6 @@ class Measuring(Scripted):
         yield agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s", **self.welcome))
         async for response in super().Connect(request_iterator, context):
             yield response
-
-    def snapshots(self) -> list[agent_pb2.Snapshot]:
-        return [m.snapshot for m in self.received if m.HasField("snapshot")]
 
 
 async def test_a_snapshot_of_any_size_reaches_the_fleet(control: Control) -> None:
@@ -114,7 +110,7 @@ async def test_parts_follow_each_other_and_stay_below_their_bound() -> None:
             await until(lambda: engine.link.lease.connected)
             engine.step()
             await until(lambda: "step" in servicer.kinds())
-        parts, kinds = servicer.snapshots(), servicer.kinds()
+        parts, kinds = servicer.heard("snapshot"), servicer.kinds()
         assert kinds[1 : 1 + len(parts)] == ["snapshot"] * len(parts)
         assert [part.continues for part in parts] == [True] * (len(parts) - 1) + [False]
         assert {part.step for part in parts} == {parts[0].step}
@@ -129,7 +125,7 @@ async def test_an_older_control_plane_gets_as_many_requests_as_fit(caplog: pytes
             await until(lambda: engine.link.lease.connected)
             engine.step()
             await until(lambda: "step" in servicer.kinds(), PATIENT_S)
-        (snapshot,) = servicer.snapshots()
+        (snapshot,) = servicer.heard("snapshot")
         assert not snapshot.continues
         assert servicer.streams == 1
         sent = len(snapshot.requests)
@@ -179,6 +175,6 @@ async def test_the_largest_texts_fit_into_a_part() -> None:
             await until(lambda: engine.link.lease.connected)
             engine.step()
             await until(lambda: "step" in servicer.kinds())
-        assert sum(len(part.requests) for part in servicer.snapshots()) == 200
+        assert sum(len(part.requests) for part in servicer.heard("snapshot")) == 200
         assert max(message.ByteSize() for message in servicer.received) <= PART_BYTES + 16
-        assert max(len(r.request_id) for part in servicer.snapshots() for r in part.requests) == MAX_ID
+        assert max(len(r.request_id) for part in servicer.heard("snapshot") for r in part.requests) == MAX_ID

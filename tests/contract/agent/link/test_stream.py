@@ -70,43 +70,39 @@ async def test_an_idle_engine_acknowledges_and_settles(control: Control) -> None
         assert plan.shadow, "the plan that came while the engine was idle is in force"
 
 
-async def test_the_snapshot_comes_first(scripted: tuple[Scripted, str]) -> None:
-    servicer, target = scripted
-    servicer.reading.set()
-    with LinkedEngine([target]) as engine:
+async def test_the_snapshot_comes_first(scripted: Scripted) -> None:
+    with LinkedEngine([scripted.target]) as engine:
         engine.open("a")
         engine.step()
         await until(lambda: engine.link.lease.connected)
-        await engine.steps_until(lambda: "step" in servicer.kinds())
-        assert servicer.kinds()[:3] == ["hello", "snapshot", "step"]
-        snapshot, step = servicer.received[1].snapshot, servicer.received[2].step
+        await engine.steps_until(lambda: "step" in scripted.kinds())
+        assert scripted.kinds()[:3] == ["hello", "snapshot", "step"]
+        snapshot, step = scripted.received[1].snapshot, scripted.received[2].step
         (row,) = snapshot.requests
         assert (row.slot, row.request_id) == (0, "a")
         # On a busy machine the report has more steps than the snapshot's own step.
         assert row.think_tokens == snapshot.step == step.step - step.steps + 1, "the request gets one token per step"
         assert len(step.tokens.slot) == step.steps - 1, "the first step's token is in the snapshot"
-        await engine.steps_until(lambda: len(servicer.received) > 5)
-        assert "snapshot" not in servicer.kinds()[2:]
-        reports = [m.step for m in servicer.received[3:]]
+        await engine.steps_until(lambda: len(scripted.received) > 5)
+        assert "snapshot" not in scripted.kinds()[2:]
+        reports = [m.step for m in scripted.received[3:]]
         assert sum(len(r.tokens.slot) for r in reports) == sum(r.steps for r in reports)
 
 
-async def test_each_stream_gets_the_columns_that_its_control_plane_reads(scripted: tuple[Scripted, str]) -> None:
-    servicer, target = scripted
-    servicer.reading.set()
+async def test_each_stream_gets_the_columns_that_its_control_plane_reads(scripted: Scripted) -> None:
 
     def newest(engine_id: str) -> agent_pb2.TokenColumns | None:
         """Return the columns of the newest report with a row, if this engine's stream has sent one. Reports that the
         stream before it still brings do not count."""
-        begun = max((n for n, kind in enumerate(servicer.kinds()) if kind == "hello"), default=None)
-        if begun is None or servicer.received[begun].hello.engine_id != engine_id:
+        begun = max((n for n, kind in enumerate(scripted.kinds()) if kind == "hello"), default=None)
+        if begun is None or scripted.received[begun].hello.engine_id != engine_id:
             return None
-        rows = [m.step.tokens for m in servicer.received[begun:] if row_count(m.step.tokens)]
+        rows = [m.step.tokens for m in scripted.received[begun:] if row_count(m.step.tokens)]
         return rows[-1] if rows else None
 
     for engine_id, reads in (("new", True), ("old", False)):
-        servicer.reads_byte_columns = reads
-        with LinkedEngine([target], engine_id) as engine:
+        scripted.reads_byte_columns = reads
+        with LinkedEngine([scripted.target], engine_id) as engine:
             engine.open("a")
             tokens = await engine.steps_until(partial(newest, engine_id))
         assert (bool(tokens.byte_columns), bool(tokens.slot)) == (reads, not reads)
@@ -114,33 +110,28 @@ async def test_each_stream_gets_the_columns_that_its_control_plane_reads(scripte
         assert (set(slots), set(phases)) == ({0}, {THINK})
 
 
-async def test_what_the_engine_says_before_it_knows_of_the_new_stream(scripted: tuple[Scripted, str]) -> None:
+async def test_what_the_engine_says_before_it_knows_of_the_new_stream(scripted: Scripted) -> None:
     """A record with outcomes of the old stream is dropped, because the new stream uses the same decision ids again."""
-    servicer, target = scripted
-    servicer.reading.set()
-    with LinkedEngine([target]) as engine:
+    with LinkedEngine([scripted.target]) as engine:
         engine.open("a")
         await until(lambda: engine.link.lease.connected)
         engine.send(StepRecord(step=1, outcomes=[(1, 1, 0, "of the old stream")]))
         engine.take_inbox()
         engine.send(StepRecord(step=2, outcomes=[(1, 2, 0, "of the new stream")]))
-        await until(lambda: "step" in servicer.kinds())
-        assert servicer.kinds() == ["hello", "snapshot", "step"]
-        assert [o.detail for o in servicer.received[-1].step.outcomes] == ["of the new stream"]
+        await until(lambda: "step" in scripted.kinds())
+        assert scripted.kinds() == ["hello", "snapshot", "step"]
+        assert [o.detail for o in scripted.received[-1].step.outcomes] == ["of the new stream"]
 
 
 @pytest.mark.parametrize(("steps", "wait_s"), [(300, 3600.0), (1, 0.25)], ids=["interval", "wait"])
 async def test_reports_are_merged_as_the_policy_says(
-    scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch, steps: int, wait_s: float
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, steps: int, wait_s: float
 ) -> None:
     """A report is sent after as many steps as the interval has, or after a wait: one step does not wait for 299
     more."""
-    servicer, target = scripted
-    servicer.reading.set()
-    with LinkedEngine([target]) as engine:
-        settings = agent_pb2.Settings(nonce=1, revision=4, report_interval_steps=300, lease_ms=3_600_000)
-        servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
-        await until(lambda: "settings_status" in servicer.kinds())
+    with LinkedEngine([scripted.target]) as engine:
+        scripted.say(settings={"nonce": 1, "revision": 4, "report_interval_steps": 300, "lease_ms": 3_600_000})
+        await until(lambda: "settings_status" in scripted.kinds())
         engine.link.lease.merge_s = wait_s
         # On a busy machine the sender may look before all steps are made.
         first, made = engine.link.outbox._first, threading.Event()
@@ -149,8 +140,8 @@ async def test_reports_are_merged_as_the_policy_says(
         for _ in range(steps):
             engine.step()
         made.set()
-        await until(lambda: sum(m.step.steps for m in servicer.received) == steps)
-        (report,) = [m.step for m in servicer.received if m.HasField("step")]
+        await until(lambda: sum(m.step.steps for m in scripted.received) == steps)
+        (report,) = scripted.heard("step")
         merged = report.merged
         # The token of the first step is in the snapshot.
         assert list(merged.rows) == ([0, *[1] * 299] if steps == 300 else [])
@@ -248,22 +239,20 @@ def test_fast_steps_wait_for_more(interval_ms: int, step_ms: float, steps: int) 
     assert link.outbox._wanted() == (steps, steps)
 
 
-async def test_what_waits_for_no_interval(scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_waits_for_no_interval(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stream whose reports wait for hours, the snapshot that begins it and the last step before a rest are sent at
     once."""
     monkeypatch.setattr(outbox, "IDLE_WAIT_S", 3600.0)
-    servicer, target = scripted
-    servicer.reading.set()
-    with LinkedEngine([target]) as engine:
+    with LinkedEngine([scripted.target]) as engine:
         engine.link.lease.hold(agent_pb2.Settings(lease_ms=3_600_000, report_interval_steps=300), None)
         engine.link.lease.merge_s = 3600.0
         engine.open("a")
         await until(lambda: engine.link.lease.connected)
         engine.step()
-        await until(lambda: "snapshot" in servicer.kinds())
+        await until(lambda: "snapshot" in scripted.kinds())
         engine.engine.finish("a")
         engine.step()
-        await until(lambda: servicer.received[-1].step.closed)
+        await until(lambda: scripted.received[-1].step.closed)
 
 
 @pytest.mark.parametrize("kind", ["preempted", "resumed", "urgent"])

@@ -49,13 +49,12 @@ async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
         assert control.fleet.totals().unknown_outcomes == 0, "no outcome of the old stream may reach the new stream"
 
 
-async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> None:
-    servicer, target = scripted
-    servicer.welcomes = False
+async def test_a_server_that_never_answers(scripted: Scripted) -> None:
+    scripted.welcomes = False
     clock = Clock()
-    with LinkedEngine([target], clock=clock) as engine:
+    with LinkedEngine([scripted.target], clock=clock) as engine:
         engine.open("a")
-        await until(lambda: servicer.received)
+        await until(lambda: scripted.received)
         for _ in range(100):
             engine.step()
         assert not engine.link.lease.connected
@@ -66,12 +65,11 @@ async def test_a_server_that_never_answers(scripted: tuple[Scripted, str]) -> No
 
 
 async def test_a_server_that_never_answers_is_left_for_another(
-    scripted: tuple[Scripted, str], control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scripted: Scripted, control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    servicer, target = scripted
-    servicer.welcomes = False
+    scripted.welcomes = False
     monkeypatch.setattr(link, "PATIENCE_S", (3600.0, 3600.0))
-    with LinkedEngine([target, control.target]) as engine:
+    with LinkedEngine([scripted.target, control.target]) as engine:
         timers: list[threading.Timer] = []
 
         def timer_runs() -> bool:
@@ -80,50 +78,48 @@ async def test_a_server_that_never_answers_is_left_for_another(
             return bool(timers)
 
         # Hello may arrive before the link has started its timer.
-        await until(lambda: servicer.received and timer_runs())
+        await until(lambda: scripted.received and timer_runs())
         # The first timer runs out here, because on a busy machine a short one could run out before Hello arrives.
         (timer,) = timers
         assert timer.interval == 3600.0
         timer.function(*timer.args)
         await until(lambda: engine.link.lease.connected)
-        assert servicer.kinds() == ["hello"]
+        assert scripted.kinds() == ["hello"]
         assert control.engine().engine_id == "engine"
-    assert f"no stream to {target}: no answer within 3600 s" in caplog.text
+    assert f"no stream to {scripted.target}: no answer within 3600 s" in caplog.text
 
 
 async def test_a_server_that_is_slow_to_answer_is_waited_for_in_the_end(
-    scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link waits longer for a welcome after each attempt that failed."""
-    servicer, target = scripted
-    servicer.welcomes = False
+    scripted.welcomes = False
     monkeypatch.setattr(link, "PATIENCE_S", (0.02, 60.0))
-    with LinkedEngine([target]) as engine:
+    with LinkedEngine([scripted.target]) as engine:
         began_s = time.monotonic()
-        await until(lambda: servicer.kinds().count("hello") >= 6)
+        await until(lambda: scripted.kinds().count("hello") >= 6)
         assert time.monotonic() - began_s > 0.02 * (2**5 - 1)
         # On a busy machine one of the next attempts may be given up, too.
-        servicer.welcomes = True
+        scripted.welcomes = True
         await until(lambda: engine.link.lease.connected)
 
 
-async def test_a_server_that_ends_every_stream_is_called_less_and_less(scripted: tuple[Scripted, str]) -> None:
+async def test_a_server_that_ends_every_stream_is_called_less_and_less(scripted: Scripted) -> None:
     """The delay between calls grows, so that a fleet of agents does not overload a server that is about to fail."""
-    servicer, target = scripted
-    servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
+    scripted.say(going_away={})
     began_s = time.monotonic()
-    with LinkedEngine([target]) as engine:
+    with LinkedEngine([scripted.target]) as engine:
         for calls in range(1, 7):
-            await until(lambda wanted=calls: servicer.kinds().count("hello") > wanted)  # type: ignore[misc]
-            servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
+            await until(lambda wanted=calls: scripted.kinds().count("hello") > wanted)  # type: ignore[misc]
+            scripted.say(going_away={})
         assert engine.link.lease.revision == 0
     low, high = link.BACKOFF_S
     assert time.monotonic() - began_s > 0.05 * sum(min(high, low * 2**attempt) for attempt in range(1, 7))
 
 
-async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> None:
-    servicer, target = scripted
-    with LinkedEngine([target]) as engine:
+async def test_a_server_that_stops_reading(scripted: Scripted) -> None:
+    scripted.reading.clear()
+    with LinkedEngine([scripted.target]) as engine:
         engine.open("a")
         await until(lambda: engine.link.lease.connected)
         engine.take_inbox()
@@ -143,30 +139,29 @@ async def test_a_server_that_stops_reading(scripted: tuple[Scripted, str]) -> No
         assert engine.link.outbox.reports_dropped == 100
         # When the server reads again, the waiting records arrive, then a snapshot in place of the lost records, and no
         # outcome is missing.
-        servicer.reading.set()
+        scripted.reading.set()
         await until(lambda: engine.link.outbox.ring.qsize() == 0)
         outbox = engine.link.outbox
         outbox.counters = lambda: tuple(outbox.reports_dropped * (name == "reports_dropped") for name in COUNTERS)
         last = StepRecord(step=sent + 1)
         engine.send(last)
-        await until(lambda: servicer.received[-1].step.step == sent + 1)
-        assert servicer.kinds()[-2:] == ["snapshot", "step"]
-        assert servicer.kinds().count("snapshot") == 1 + gaps
-        assert servicer.received[-1].step.counters.reports_dropped == 100
-        reported = [o.decision_id for m in servicer.received for o in m.step.outcomes]
+        await until(lambda: scripted.received[-1].step.step == sent + 1)
+        assert scripted.kinds()[-2:] == ["snapshot", "step"]
+        assert scripted.kinds().count("snapshot") == 1 + gaps
+        assert scripted.received[-1].step.counters.reports_dropped == 100
+        reported = [o.decision_id for m in scripted.received for o in m.step.outcomes]
         assert sorted(reported) == list(range(1, sent + 2))
-        assert sum(m.step.steps for m in servicer.received) == sent + 2 - 100
+        assert sum(m.step.steps for m in scripted.received) == sent + 2 - 100
 
 
-async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture) -> None:
+async def test_messages_that_nobody_takes_in(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
     """If the engine makes no step, it takes in no messages, and the link begins a new stream rather than lose a
     decision unnoticed."""
-    servicer, target = scripted
-    with LinkedEngine([target]) as engine:
+    with LinkedEngine([scripted.target]) as engine:
         engine.open("a")
         for number in range(INBOX_MESSAGES + 1):
-            servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=number)))
-        await until(lambda: servicer.kinds().count("hello") == 2, 20)
+            scripted.say(directives={"step": number})
+        await until(lambda: scripted.kinds().count("hello") == 2, 20)
         assert len(engine.link.inbox.messages) <= INBOX_MESSAGES + 1, "the last message is dropped too"
         await until(lambda: engine.link.lease.connected)
         engine.take_inbox()
@@ -174,21 +169,19 @@ async def test_messages_that_nobody_takes_in(scripted: tuple[Scripted, str], cap
     assert any("opening a new stream" in r.message for r in caplog.records)
 
 
-def flooding(messages: int, decisions: int) -> list[agent_pb2.ConnectResponse]:
+def flood(scripted: Scripted, messages: int, decisions: int) -> None:
     probes = [agent_pb2.EatProbe(decision_id=number + 1, slot=9) for number in range(decisions)]
-    return [agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1, probes=probes))] * messages
+    for _ in range(messages):
+        scripted.say(directives=agent_pb2.Directives(step=1, probes=probes))
 
 
 @pytest.mark.parametrize(("messages", "decisions"), [(50, 300), (2, 7500)])
-async def test_a_flood_is_taken_in_bit_by_bit(scripted: tuple[Scripted, str], messages: int, decisions: int) -> None:
+async def test_a_flood_is_taken_in_bit_by_bit(scripted: Scripted, messages: int, decisions: int) -> None:
     """No step takes in many more than STEP_DECISIONS decisions, however large a message is, and in the end each
     decision has its outcome."""
-    servicer, target = scripted
-    servicer.reading.set()
-    with LinkedEngine([target]) as engine:
+    with LinkedEngine([scripted.target]) as engine:
         engine.open("a")
-        for message in flooding(messages, decisions):
-            servicer.say.put_nowait(message)
+        flood(scripted, messages, decisions)
         waiting = engine.link.inbox.messages
         await until(lambda: sum(decisions_in(m) for m in list(waiting) if m) == messages * decisions)
         taken = []
@@ -198,43 +191,42 @@ async def test_a_flood_is_taken_in_bit_by_bit(scripted: tuple[Scripted, str], me
             taken.append(sum(map(decisions_in, engine.taken[before:])))
         assert STEP_DECISIONS <= max(taken) < STEP_DECISIONS + inbox.PART_DECISIONS
         assert sum(taken) == messages * decisions
-        await engine.steps_until(lambda: sum(len(m.step.outcomes) for m in servicer.received) == messages * decisions)
+        await engine.steps_until(lambda: sum(len(m.step.outcomes) for m in scripted.received) == messages * decisions)
         assert engine.streams == 1
 
 
 @pytest.mark.parametrize("idle", [False, True])
 async def test_a_flood_past_all_measure_ends_the_stream(
-    scripted: tuple[Scripted, str], monkeypatch: pytest.MonkeyPatch, idle: bool
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, idle: bool
 ) -> None:
     """Every queue stays bounded, also for an idle engine, for which the link reports outcomes that the server does not
     read."""
     monkeypatch.setattr(outbox, "RING_RECORDS", 50)
     for name in ("INBOX_MESSAGES", "INBOX_DECISIONS"):
         monkeypatch.setattr(inbox, name, 50)
-    servicer, target = scripted
-    with LinkedEngine([target]) as engine:
+    scripted.reading.clear()
+    with LinkedEngine([scripted.target]) as engine:
         if not idle:
             engine.open("a")
-        for message in flooding(300, 1) if idle else flooding(10, 20):
-            servicer.say.put_nowait(message)
+        flood(scripted, *((300, 1) if idle else (10, 20)))
         # The messages that are left may end further streams.
-        await until(lambda: servicer.kinds().count("hello") >= 2, 20)
+        await until(lambda: scripted.kinds().count("hello") >= 2, 20)
         assert engine.link.outbox.ring.qsize() <= 50 + 50
         assert sum(decisions_in(m) for m in list(engine.link.inbox.messages) if m) <= 50
 
 
-async def test_outcomes_that_nobody_reads_are_bounded(scripted: tuple[Scripted, str]) -> None:
-    servicer, target = scripted
-    with LinkedEngine([target]) as engine:
+async def test_outcomes_that_nobody_reads_are_bounded(scripted: Scripted) -> None:
+    scripted.reading.clear()
+    with LinkedEngine([scripted.target]) as engine:
         engine.open("a")
         await until(lambda: engine.link.lease.connected)
         engine.take_inbox()
         outcomes = [(1, 1, 0, "")] * 1000
         for step in range(1, 2 * INBOX_DECISIONS // 1000):
             engine.send(StepRecord(step=step, outcomes=list(outcomes)))
-            if servicer.kinds().count("hello") == 2:
+            if scripted.kinds().count("hello") == 2:
                 break
-        await until(lambda: servicer.kinds().count("hello") == 2)
+        await until(lambda: scripted.kinds().count("hello") == 2)
         await until(lambda: engine.link.lease.connected)
         assert engine.link.outbox._outcomes_in - engine.link.outbox._outcomes_out <= 2000
 

@@ -3,44 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import partial
 
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
 from tests.contract.streams import Clock, Control, Scripted
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
-
-
-async def test_a_sections_own_lease(scripted: tuple[Scripted, str]) -> None:
-    """When a section's lease is over, the section's decisions end; other sections go on until their own lease or the
-    general lease is over."""
-    servicer, target = scripted
-    servicer.reading.set()
-    clock = Clock()
-    with LinkedEngine([target], clock=clock) as engine:
-        settings = agent_pb2.Settings(nonce=1, revision=1, lease_ms=4000)
-        settings.scheduler_lease_ms, settings.entropy_lease_ms, settings.kv_memory_lease_ms = 1000, 2000, 3000
-        servicer.say.put_nowait(agent_pb2.ConnectResponse(settings=settings))
-        await until(lambda: engine.link.lease.revision == 1)
-        engine.link.stop()
-        await until(lambda: not engine.link.lease.connected)
-        found = []
-        for now in (1.0, 1.1, 2.1, 3.1, 4.1):
-            clock.now = now
-            found.append((engine.link.lapsed(), engine.link.lease.state))
-        degraded, stale = agent_pb2.AGENT_STATE_DEGRADED, agent_pb2.AGENT_STATE_STALE
-        scheduler = ORDER | CAPS
-        assert found == [
-            (0, stale),
-            (scheduler, stale),
-            (scheduler | RULES, stale),
-            (scheduler | RULES | MEMORY, stale),
-            (ALL_BUT_CAPS | CAPS, degraded),
-        ]
 
 
 @pytest.mark.parametrize("section", ["scheduler", "entropy", "kv_memory"])
@@ -57,49 +27,32 @@ async def test_leases_are_sent_and_answered_within(control: Control, section: st
         assert connection.session._ack_interval_s == 0.075
 
 
-async def test_the_agent_thaws_by_itself(scripted: tuple[Scripted, str]) -> None:
-    servicer, target = scripted
-    servicer.reading.set()
+async def test_after_a_thaw_the_agent_tells_everything_anew(scripted: Scripted) -> None:
+    """The first freeze ends by itself, the second one by a command."""
     clock = Clock()
-    with LinkedEngine([target], clock=clock) as engine:
+    with LinkedEngine([scripted.target], clock=clock) as engine:
         engine.open("a")
-        command = agent_pb2.Freeze(nonce=3, remaining_ms=5000, reason="test")
-        servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=command))
-        await engine.steps_until(lambda: "freeze_status" in servicer.kinds())
-        (status,) = (m.freeze_status for m in servicer.received if m.HasField("freeze_status"))
-        assert status == agent_pb2.FreezeStatus(nonce=3, frozen=True)
-        engine.link.stop()
-        await until(lambda: not engine.link.lease.connected)
-        clock.now = 4.9
-        assert engine.link.lease.frozen()
-        clock.now = 5.1
-        assert not engine.link.lease.frozen()
+        for nonce, remaining_ms, snapshots in ((1, 5000, 2), (2, 60_000, 2), (3, 0, 3)):
+            scripted.say(freeze={"nonce": nonce, "remaining_ms": remaining_ms})
+            status = agent_pb2.FreezeStatus(nonce=nonce, frozen=remaining_ms > 0)
+            await engine.steps_until(lambda wanted=status: scripted.heard("freeze_status")[-1:] == [wanted])  # type: ignore[misc]
+            if nonce == 1:
+                clock.now = 4.9
+                assert engine.link.lease.frozen()
+                clock.now = 5.1
+            await engine.steps_until(lambda wanted=snapshots: scripted.kinds().count("snapshot") == wanted)  # type: ignore[misc]
 
 
-async def test_after_a_thaw_the_agent_tells_everything_anew(scripted: tuple[Scripted, str]) -> None:
-    servicer, target = scripted
-    servicer.reading.set()
-    with LinkedEngine([target]) as engine:
-        engine.open("a")
-        for nonce, remaining_ms in ((1, 60_000), (2, 0)):
-            command = agent_pb2.Freeze(nonce=nonce, remaining_ms=remaining_ms)
-            servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=command))
-            await engine.steps_until(lambda count=nonce: servicer.kinds().count("freeze_status") == count)  # type: ignore[misc]
-        await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
-
-
-async def test_an_agent_that_has_stepped_aside_is_frozen_at_once(scripted: tuple[Scripted, str]) -> None:
+async def test_an_agent_that_has_stepped_aside_is_frozen_at_once(scripted: Scripted) -> None:
     """An agent that has stepped aside makes no step, and its engine is stock vLLM already, so the link confirms the
     freeze at once."""
-    servicer, target = scripted
-    servicer.reading.set()
-    with LinkedEngine([target]) as engine:
+    with LinkedEngine([scripted.target]) as engine:
         engine.open("a")
         await until(lambda: engine.link.lease.connected)
         engine.link.step_aside()
-        await until(lambda: servicer.kinds().count("hello") == 2)
-        servicer.say.put_nowait(agent_pb2.ConnectResponse(freeze=agent_pb2.Freeze(nonce=1, remaining_ms=1000)))
-        await until(lambda: "freeze_status" in servicer.kinds())
+        await until(lambda: scripted.kinds().count("hello") == 2)
+        scripted.say(freeze={"nonce": 1, "remaining_ms": 1000})
+        await until(lambda: "freeze_status" in scripted.kinds())
 
 
 async def test_states(control: Control) -> None:
@@ -118,17 +71,13 @@ async def test_states(control: Control) -> None:
 
 
 async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
-    scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    servicer, target = scripted
-    servicer.reading.set()
     clock = Clock()
-    with LinkedEngine([target], clock=clock) as engine:
+    with LinkedEngine([scripted.target], clock=clock) as engine:
         engine.open("a")
-        await engine.steps_until(lambda: "step" in servicer.kinds())
-        servicer.say.put_nowait(
-            agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=engine.engine.tracker.newest))
-        )
+        await engine.steps_until(lambda: "step" in scripted.kinds())
+        scripted.say(directives={"step": engine.engine.tracker.newest})
         await until(lambda: engine.link.lease.unheard_since is None)
         clock.now = 100.0
         assert not engine.link.lapsed(), "no report waits for an answer"
@@ -137,36 +86,32 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
         assert not engine.link.lapsed()
         clock.now = 130.1
         assert engine.link.lapsed()
-        await until(lambda: servicer.kinds().count("hello") == 2)
+        await until(lambda: scripted.kinds().count("hello") == 2)
         await until(lambda: engine.link.lease.connected)
-        await engine.steps_until(lambda: servicer.kinds().count("snapshot") == 2)
+        await engine.steps_until(lambda: scripted.kinds().count("snapshot") == 2)
         assert engine.link.lapsed(), "a new stream alone renews no lease"
-        assert servicer.kinds().count("hello") == 2, "a new stream has a full lease for its first answer"
-        servicer.say.put_nowait(
-            agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=engine.engine.tracker.newest))
-        )
+        assert scripted.kinds().count("hello") == 2, "a new stream has a full lease for its first answer"
+        scripted.say(directives={"step": engine.engine.tracker.newest})
         await until(lambda: not engine.link.lapsed())
-    assert f"stream to {target} ended: nothing heard for 30.1 s" in caplog.text
+    assert f"stream to {scripted.target} ended: nothing heard for 30.1 s" in caplog.text
 
 
-async def test_a_server_that_only_welcomes(scripted: tuple[Scripted, str], caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_that_only_welcomes(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
     """A server that welcomes and closes streams again and again renews no lease. One answer from the control plane
     makes the agent READY again."""
-    servicer, target = scripted
-    servicer.reading.set()
     clock = Clock()
-    with LinkedEngine([target], clock=clock) as engine:
+    with LinkedEngine([scripted.target], clock=clock) as engine:
         engine.open("a")
         for streams in range(1, 5):
-            await engine.steps_until(lambda wanted=streams: servicer.kinds().count("snapshot") == wanted)  # type: ignore[misc]
+            await engine.steps_until(lambda wanted=streams: scripted.kinds().count("snapshot") == wanted)  # type: ignore[misc]
             clock.now += 10.0
             state = engine.link.lease.say_state()
             assert (state == agent_pb2.AGENT_STATE_DEGRADED) == (streams == 4), f"after {streams * 10} s"
             assert bool(engine.link.lapsed()) == (streams == 4)
-            servicer.say.put_nowait(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway()))
-            await until(lambda wanted=streams: servicer.kinds().count("hello") > wanted and engine.link.lease.connected)  # type: ignore[misc]
+            scripted.say(going_away={})
+            await until(lambda wanted=streams: scripted.kinds().count("hello") > wanted and engine.link.lease.connected)  # type: ignore[misc]
         assert engine.link.lease.state == agent_pb2.AGENT_STATE_DEGRADED
-        servicer.say.put_nowait(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=1)))
+        scripted.say(directives={"step": 1})
         await until(lambda: engine.link.lease.say_state() == agent_pb2.AGENT_STATE_READY)
 
 
@@ -188,26 +133,16 @@ async def test_an_idle_engine_waits_for_no_answer(control: Control) -> None:
         assert (engine.streams, control.fleet.stream_ends) == (1, {})
 
 
-async def test_an_agent_whose_answers_are_late_is_not_ready(scripted: tuple[Scripted, str]) -> None:
+async def test_an_agent_whose_answers_are_late_is_not_ready(scripted: Scripted) -> None:
     """An answer to an old report does not make up for the newer ones that wait."""
-    servicer, target = scripted
-    servicer.welcomes = False
-    servicer.reading.set()
+    scripted.welcomes = False
     clock = Clock()
-    welcome = agent_pb2.Welcome(session_id="s", heartbeat_ms=600_000)
-    await servicer.say.put(agent_pb2.ConnectResponse(welcome=welcome))
-
-    def reported() -> list[int]:
-        return [message.step.step for message in servicer.received if message.HasField("step")]
-
-    def sent(number: int) -> bool:
-        return len(reported()) == number
-
-    with LinkedEngine([target], clock=clock) as engine:
+    scripted.say(welcome={"session_id": "s", "heartbeat_ms": 600_000})
+    with LinkedEngine([scripted.target], clock=clock) as engine:
         lease = engine.link.lease
 
         async def answered(step: int) -> None:
-            await servicer.say.put(agent_pb2.ConnectResponse(directives=agent_pb2.Directives(step=step)))
+            scripted.say(directives={"step": step})
             await until(lambda: engine.link.outbox.unreported.heard_step == step)
             # The thread of the link notes the answer a moment later.
             await until(lambda: lease.state == agent_pb2.AGENT_STATE_READY)
@@ -216,10 +151,10 @@ async def test_an_agent_whose_answers_are_late_is_not_ready(scripted: tuple[Scri
         engine.open("a")
         for number in range(1, 5):
             engine.step()
-            await until(partial(sent, number))
+            await until(lambda wanted=number: scripted.kinds().count("step") == wanted)  # type: ignore[misc]
             assert lease.state == agent_pb2.AGENT_STATE_READY
             clock.now += 1.0
-        first, *_, last = reported()
+        first, *_, last = (report.step for report in scripted.heard("step"))
         assert lease.state == agent_pb2.AGENT_STATE_STALE
         # The oldest report that waits after this answer is a second younger.
         await answered(first)

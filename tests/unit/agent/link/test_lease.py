@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
 from meridian_agent.core.plain_log import BURST, PlainLog
 from meridian_agent.link import lease as lease_module
 from meridian_agent.link.inbox import Inbox
@@ -76,3 +77,64 @@ def test_what_is_put_behind_a_look_calls_for_another(put: Callable[[Inbox, Mailb
     inbox.messages, mailbox._waiting = LookedAt(lease), LookedAt(lease)
     put(inbox, mailbox)
     assert lease.attention
+
+
+def test_each_section_has_a_lease_of_its_own() -> None:
+    """A section's decisions end with its own lease, and all that are left with the general one."""
+    now_s = 0.0
+    lease = Lease(lambda: now_s)
+    leases = {"scheduler_lease_ms": 1000, "entropy_lease_ms": 2000, "kv_memory_lease_ms": 3000}
+    lease.hold(agent_pb2.Settings(lease_ms=4000, **leases), None)
+    stale, scheduler = agent_pb2.AGENT_STATE_STALE, ORDER | CAPS
+    for at_s, over, state in (
+        (1.0, 0, stale),
+        (1.1, scheduler, stale),
+        (2.1, scheduler | RULES, stale),
+        (3.1, scheduler | RULES | MEMORY, stale),
+        (4.1, ALL_BUT_CAPS | CAPS, agent_pb2.AGENT_STATE_DEGRADED),
+    ):
+        now_s = at_s
+        assert (lease.over(lease.silent_s()), lease.state) == (over, state)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 10.0, 29.0, 31.0, 59.0])
+@pytest.mark.parametrize("connected", [True, False])
+def test_the_leases_are_steady_until_then(connected: bool, after_s: float) -> None:
+    """Nothing that follows from silence changes before that time, and something may at that time."""
+    now_s = 100.0
+    lease = Lease(lambda: now_s)
+    lease.begins()
+    lease.hold(agent_pb2.Settings(lease_ms=60_000, entropy_lease_ms=30_000), None)
+    lease.found()
+    lease.heard()
+    if connected:
+        lease.asks(now_s)
+    else:
+        lease.lost()
+    now_s += after_s
+    first = lease.over(lease.silent_s()), lease.state
+    until_s = lease.steady_until()
+    if until_s == 0.0:
+        assert connected
+        assert after_s > 30
+        return
+    assert until_s == (130.0 if after_s < 30 else 160.0)
+    now_s = until_s
+    assert (lease.over(lease.silent_s()), lease.state) == first
+    now_s = until_s + 0.001
+    assert (lease.over(lease.silent_s()), lease.state) != first
+
+
+def test_an_engine_without_its_control_plane_is_steady_but_for_the_end_of_a_freeze() -> None:
+    now_s = 100.0
+    lease = Lease(lambda: now_s)
+    lease.begins()
+    lease.lost()
+    now_s += 1000
+    assert lease.steady_until() == float("inf")
+    lease.freeze_for(60)
+    assert lease.steady_until() == now_s + 60
+    assert lease.frozen()
+    now_s += 60
+    assert not lease.frozen()
+    assert lease.steady_until() == float("inf")
