@@ -150,10 +150,24 @@ def begun(loop: dict[str, Any], **sections: Any) -> tuple[Stream, int]:
 
 
 @pytest.mark.parametrize(
-    ("period", "tokens", "ends"), [(1, 39, False), (1, 40, True), (14, 41, False), (14, 42, True), (20, 59, False)]
+    ("fields", "period", "tokens", "ends"),
+    [
+        ({}, 1, 39, False),
+        ({}, 1, 40, True),
+        ({}, 14, 41, False),
+        ({}, 14, 42, True),
+        ({}, 20, 59, False),
+        # Bounds of a request's own, and a floor.
+        ({"tenant": "long"}, 1, 300, False),
+        ({"tenant": "long"}, 1, 400, True),
+        ({"tenant": "no"}, 1, 300, False),
+        ({"min_think_tokens": 1000}, 1, 300, False),
+    ],
 )
-def test_both_bounds_must_be_reached(period: int, tokens: int, ends: bool) -> None:
-    made, slot = begun(LOOP)
+def test_both_bounds_must_be_reached(fields: dict[str, Any], period: int, tokens: int, ends: bool) -> None:
+    made, _ = begun(LOOP, override=[{"tenant": "long", "loop": {"min_tokens": 400}}, {"tenant": "no", "loop": OFF}])
+    slot = made.open("b", **fields)
+    made.step(3)
     forces = looping(made, slot, period, tokens)
     assert [(f.slot, f.reason, f.shadow) for f in forces] == [(slot, agent_pb2.FORCE_REASON_LOOP, False)] * ends
 
@@ -162,21 +176,6 @@ def test_in_shadow_a_loop_is_counted_once() -> None:
     made, slot = begun({})
     forces = [force for tokens in (200, 232, 264) for force in looping(made, slot, 1, tokens)]
     assert [(f.reason, f.shadow) for f in forces] == [(agent_pb2.FORCE_REASON_LOOP, True)]
-
-
-def test_a_request_may_have_bounds_of_its_own() -> None:
-    made, slot = begun(LOOP, override=[{"tenant": "long", "loop": {"min_tokens": 400}}, {"tenant": "no", "loop": OFF}])
-    long, never = made.open("b", tenant="long"), made.open("c", tenant="no")
-    made.step(3)
-    assert [len(looping(made, other, 1, 300)) for other in (long, never, slot)] == [0, 0, 1]
-    assert [force.slot for force in looping(made, long, 1, 400)] == [long]
-
-
-def test_a_requests_own_floor_holds() -> None:
-    made, _ = begun(LOOP)
-    slot = made.open("b", min_think_tokens=1000)
-    made.step(3)
-    assert looping(made, slot, 1, 300) == []
 
 
 def test_a_cycle_that_the_thinking_has_left() -> None:
@@ -200,19 +199,6 @@ def test_a_report_that_breaks_the_contract(columns: dict[str, Any], error: str) 
     made, _ = begun(LOOP)
     with pytest.raises(InvalidRequest, match=error):
         made.say(loops=agent_pb2.LoopColumns(**columns))
-
-
-def test_columns_of_repeated_tokens_that_older_agents_send_are_ignored() -> None:
-    """Agents up to version 0.3.0 count repeated tokens if their control plane asks for it (StepReport.repeats = 19)."""
-    made, slot = begun(LOOP)
-    repeats = bytes([0x9A, 0x01, 7, 0x0A, 1, slot, 0x12, 2, 0xD0, 0x05])
-    for period, tokens, ends in ((1, 39, 0), (1, 40, 1)):
-        loops = agent_pb2.LoopColumns(slot=[slot], period_tokens=[period], loop_tokens=[tokens])
-        report = agent_pb2.StepReport(step=made.session._ledger.step + 1, steps=1, loops=loops)
-        sent = agent_pb2.StepReport.FromString(report.SerializeToString() + repeats)
-        assert sent != report
-        responses = made.session.on_message(agent_pb2.ConnectRequest(step=sent), made.now)
-        assert sum(len(response.directives.forces) for response in responses) == ends
 
 
 def test_a_loop_in_a_free_slot_is_ignored() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -82,13 +83,24 @@ def test_values_are_those_of_the_contract() -> None:
 # --------------------------------------------------------------------------------------------------------- markers
 
 
-@pytest.mark.parametrize(
-    ("starts", "ends"),
-    [((), ()), (((1,),), ()), (((),), ((2,),)), (((1,),), ((),)), (((1, 2),), ((1, 2),)), (((1,), (3,)), ((2,), (3,)))],
-)
-def test_unusable_markers_are_refused(starts: tuple[tuple[int, ...], ...], ends: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(ValueError, match="marker"):
-        Markers(starts, ends)
+END_OF_TWO = {"starts": [(6,)], "ends": [(3, 4), (5,)]}
+# Markers, and what their refusal names.
+UNUSABLE: list[tuple[dict[str, Any], str]] = [
+    ({"starts": (), "ends": ()}, "marker"),
+    ({"starts": [(1,)], "ends": ()}, "marker"),
+    ({"starts": [()], "ends": [(2,)]}, "marker"),
+    ({"starts": [(1,)], "ends": [()]}, "marker"),
+    ({"starts": [(1, 2)], "ends": [(1, 2)]}, "marker"),
+    ({"starts": [(1,), (3,)], "ends": [(2,), (3,)]}, "marker"),
+    ({"starts": [(1,)], "ends": [(2,)], "own_ends": [((1,), (9,))]}, "own_ends"),
+    *(({**END_OF_TWO, "closing": text}, "closing text") for text in ((5,), (1, 5, 2), (3, 4), (7, 3, 4, 7), (6,))),
+]
+
+
+@pytest.mark.parametrize(("markers", "names"), UNUSABLE)
+def test_unusable_markers_are_refused(markers: dict[str, Any], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        Markers(**markers)
 
 
 def test_no_markers_never_think() -> None:
@@ -122,15 +134,6 @@ def test_own_ends_of_several_tokens_go_on_where_one_is_begun() -> None:
         state = begin(markers, [start], True)
         feed(state, [60, 5], markers)
         assert state.ending(markers) == (end,)
-
-
-def test_own_ends_are_markers() -> None:
-    with pytest.raises(ValueError, match="own_ends"):
-        Markers(((1,),), ((2,),), own_ends=(((1,), (9,)),))
-
-
-def test_a_forced_end_writes_the_first_spelling() -> None:
-    assert Markers((), ((3, 4), (5,))).ending == (3, 4)
 
 
 def test_the_longer_of_two_markers_with_one_end_wins() -> None:
@@ -330,9 +333,3 @@ def test_a_beginning_in_the_prompt_or_in_a_marker_is_not_gone_on_with() -> None:
     state = PhaseState(Phase.THINK)
     feed(state, [1, 2], OVERLAPPING)
     assert state.ending(OVERLAPPING) == OVERLAPPING.ending
-
-
-@pytest.mark.parametrize("closing", [(5,), (1, 5, 2), (3, 4), (7, 3, 4, 7), (6,)])
-def test_a_closing_text_holds_no_marker(closing: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="closing text"):
-        Markers(((6,),), ((3, 4), (5,)), closing)

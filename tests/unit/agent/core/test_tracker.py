@@ -84,6 +84,10 @@ def test_a_share_of_requests_is_measured() -> None:
         assert {row[1].request_id for row in tracker.record.opened if row[-1]} == unmeasured
         assert tracker.measure(0.0) == []
         assert tracker.unmeasured_ids == unmeasured
+        gone = opened(tracker, "gone")
+        assert tracker.unmeasured_ids == {*unmeasured, "gone"}
+        tracker.close(gone, 1)
+        assert tracker.unmeasured_ids == unmeasured
         later = tracker.measure(1.0)
         assert {live.info.request_id for live in later} == unmeasured
         for live in later:
@@ -114,15 +118,6 @@ def test_a_cluster_has_as_many_requests_as_are_live_and_the_sample_stays_a_share
     assert all(run >= size for run in runs[:-1])
     assert abs(sum(measured) / len(measured) - share) <= 0.2 * share
     assert len(runs) >= share * len(measured) / size / 4
-
-
-def test_an_unmeasured_request_that_is_gone_is_forgotten() -> None:
-    tracker = Tracker(MARKERS)
-    tracker.measure(0.0)
-    a = opened(tracker, "a")
-    assert tracker.unmeasured_ids == {"a"}
-    tracker.close(a, 1)
-    assert not tracker.unmeasured_ids
 
 
 def test_the_record_of_a_step() -> None:
@@ -203,15 +198,10 @@ def test_ranks_follow_the_phase_until_a_plan_says_otherwise() -> None:
     tr = tracker.by_id["c"]
     tr.rank = 0
     assert tr.effective_rank == 0
-
-
-def test_reorder_is_asked_for_by_phase_changes() -> None:
-    tracker = Tracker(MARKERS)
-    tr = opened(tracker, "a")
     tracker.feed(tr, [TEXT], 0)
     assert not tracker.reorder
     tracker.feed(tr, [END], 0)
-    assert tracker.reorder
+    assert tracker.reorder, "the phase has changed"
 
 
 def test_a_sentence_that_ends_within_a_step_is_looked_back_at() -> None:
@@ -254,18 +244,6 @@ def test_the_smaller_cap_holds_and_shadows_do_not() -> None:
     assert limits(opened(tracker, "a"), *caps) == [None, 5, 50, None]
     assert limits(opened(tracker, "b", own_cap=20), *caps) == [20, 5, 20, 20]
     assert limits(opened(tracker, "c", own_cap=0), *caps) == [0, 0, 0, 0]
-
-
-def test_due_before_the_cap_by_the_lookahead() -> None:
-    for lookahead, due_from in ((0, 5), (1, 4), (3, 2), (9, 0)):
-        tracker = Tracker(MARKERS)
-        tracker.lookahead = lookahead
-        tr = opened(tracker, "a", own_cap=5)
-        seen = [tr in tracker.due]
-        for _ in range(6):
-            tracker.feed(tr, [TEXT], 0)
-            seen.append(tr in tracker.due)
-        assert seen == [count >= due_from for count in range(7)]
 
 
 def test_due_ends_with_thinking_and_when_the_cap_is_lifted() -> None:

@@ -226,25 +226,29 @@ def test_a_step_that_a_request_joins_is_no_step_of_text() -> None:
     assert mergeable([StepRecord(opened=[(5, None)])], record)
 
 
-def test_a_slot_that_is_used_again_is_not_merged() -> None:
-    closing, opening = StepRecord(closed=[(4, 1)]), StepRecord(opened=[(4, None)])
-    assert not mergeable([StepRecord(), closing, StepRecord()], opening)
-    assert mergeable([opening], closing)
-    assert mergeable([closing], StepRecord(opened=[(5, None)]))
+NOTHING, CLOSING, OPENING = StepRecord(), StepRecord(closed=[(4, 1)]), StepRecord(opened=[(4, None)])
+RESUMED, PREEMPTED, LOOP = StepRecord(resumed=[4]), StepRecord(preempted=[4]), StepRecord(loops=[(5, 10, 400)])
 
 
-def test_a_preemption_after_a_resumption_is_not_merged() -> None:
-    resumed, preempted = StepRecord(resumed=[4]), StepRecord(preempted=[4])
-    assert not mergeable([resumed], preempted)
-    assert mergeable([preempted], resumed)
-    assert mergeable([resumed], StepRecord(preempted=[5]))
-
-
-def test_a_report_ends_with_the_step_that_found_a_loop() -> None:
-    found = StepRecord(loops=[(5, 10, 400)])
-    assert mergeable([StepRecord()], found)
-    assert not mergeable([StepRecord(), found], StepRecord())
-    assert mergeable([StepRecord(), found], StepRecord(), merge_loops=True)
+@pytest.mark.parametrize(
+    ("before", "record", "merges"),
+    [
+        # A slot that is used again.
+        ([NOTHING, CLOSING, NOTHING], OPENING, False),
+        ([OPENING], CLOSING, True),
+        ([CLOSING], StepRecord(opened=[(5, None)]), True),
+        # A preemption after a resumption.
+        ([RESUMED], PREEMPTED, False),
+        ([PREEMPTED], RESUMED, True),
+        ([RESUMED], StepRecord(preempted=[5]), True),
+        # A report ends with the step that found a loop, unless no end follows from one.
+        ([NOTHING], LOOP, True),
+        ([NOTHING, LOOP], NOTHING, False),
+    ],
+)
+def test_which_steps_share_a_report(before: list[StepRecord], record: StepRecord, merges: bool) -> None:
+    assert mergeable(before, record) is merges
+    assert mergeable(before, record, merge_loops=True) is (merges or LOOP in before)
 
 
 steps_strategy = st.lists(
