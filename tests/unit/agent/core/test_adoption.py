@@ -22,7 +22,7 @@ SINGLE = Markers(((1,),), ((2,),))
 CHANNELS = Markers(((5, 6, 8),), ((5, 7, 8), (9,)))
 MARKERS = st.sampled_from([SINGLE, CHANNELS])
 TOKENS = st.lists(st.sampled_from([1, 2, 5, 6, 7, 8, 9, 40, 41]), max_size=120)
-LONG = 3 * STEP_TOKENS
+LONG = 2 * STEP_TOKENS
 
 
 def request(prompt: list[int], output: list[int]) -> Any:

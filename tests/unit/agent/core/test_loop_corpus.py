@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TOKEN = re.compile(r" ?[A-Za-z_]+| ?\d{1,3}| ?[^\sA-Za-z0-9_]{1,8}|\s+")
 LEAST_TOKENS = 100_000
-ENOUGH_TOKENS = 400_000
+ENOUGH_TOKENS = 200_000
 
 
 def tokens_of(text: str, ids: dict[str, int]) -> list[int]:

@@ -109,7 +109,7 @@ def test_tokens_that_are_taken_back_are_forgotten() -> None:
 
 
 def test_memory_stays_bounded() -> None:
-    tail, text = TokenTail(), list(range(100_000))
+    tail, text = TokenTail(), list(range(8 * KEPT_TOKENS))
     for end in range(0, len(text), LOOK_TOKENS):
         tail.take(text[:end])
     assert len(tail._text) <= (2 * KEPT_TOKENS + LOOK_TOKENS) * 4

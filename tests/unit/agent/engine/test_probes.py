@@ -97,9 +97,8 @@ def test_at_least_one_free_block_is_left_for_every_block_taken(cost: int) -> Non
     assert fitting >= 2 * spanned
 
 
-def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
+def test_a_result_that_a_request_is_held_for_is_urgent(probing: ProbeRunner) -> None:
     """The result of a probe for which a request is held is sent at once; other results go with later steps."""
-    probing = ProbeRunner(SimpleNamespace(), SimpleNamespace(), 16, shares_blocks=True)  # type: ignore[arg-type]
     held = tracked()
     measured = StepRecord(step=7, probes=[MeasuredProbe(1, held.slot, 64, 0.5, 2, 1, False, True)])
     probing.sent(measured)
@@ -111,8 +110,14 @@ def test_a_result_that_a_request_is_held_for_is_urgent() -> None:
     assert (held.asked_in, measured.presses) == (7, True)
 
 
-def fake_probe(_: Any, request_id: str, *tokens: Any) -> SimpleNamespace:
-    return SimpleNamespace(request_id=request_id)
+@pytest.fixture
+def probing(monkeypatch: pytest.MonkeyPatch) -> ProbeRunner:
+    """Return the probing of an engine without requests, whose probes are ids alone and may be rows anywhere."""
+    monkeypatch.setattr(probe_rows, "fits", lambda *_: True)
+    monkeypatch.setattr(request_api, "probe_request", lambda _, name, *tokens: SimpleNamespace(request_id=name))
+    monkeypatch.setattr(request_api, "aborted_status", lambda: "aborted")
+    tracker = Tracker(MARKERS)
+    return ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
 
 
 class Queue(list[Any]):
@@ -154,19 +159,12 @@ def scheduler_of(tokens: int, blocks: int, device: str = "cuda") -> Any:
     ("tokens", "blocks", "placed"),
     [(10_000, 10_000, 5), (STEP_SHARE * 6, 10_000, 3), (10_000, 3 * 4, 3)],
 )
-def test_the_probes_of_a_step_share_its_room(
-    tokens: int, blocks: int, placed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probes_of_a_step_share_its_room(tokens: int, blocks: int, placed: int, probing: ProbeRunner) -> None:
     """Each probe computes two tokens, for which it may take two blocks."""
-    monkeypatch.setattr(request_api, "probe_request", fake_probe)
-    tracker = Tracker(MARKERS)
-    directives = Directives(tracker)
-    probing = ProbeRunner(tracker, directives, BLOCK, shares_blocks=True)
     for n in range(5):
-        live = tracked(all_token_ids=[9] * 41)
-        directives.probes.put_back((n + 1, live, 0, 0))
+        probing._directives.probes.put_back((n + 1, tracked(all_token_ids=[9] * 41), 0, 0))
     assert probing.place(scheduler_of(tokens, blocks), observes=True) == [2] * placed
-    assert [outcome[0] for outcome in tracker.record.outcomes] == [4, 5][: 5 - placed]
+    assert [outcome[0] for outcome in probing._tracker.record.outcomes] == [4, 5][: 5 - placed]
 
 
 @pytest.mark.parametrize(
@@ -181,14 +179,10 @@ def test_the_probes_of_a_step_share_its_room(
     ],
 )
 def test_no_probe_takes_a_token_of_a_seeded_prompt_on_a_cpu(
-    device: str, prompt_tokens: int, full: bool, may: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, prompt_tokens: int, full: bool, may: bool, probing: ProbeRunner
 ) -> None:
     """vLLM would compute such a prompt in pieces, and then rewind a generator that cannot be rewound."""
-    monkeypatch.setattr(request_api, "probe_request", fake_probe)
-    monkeypatch.setattr(probe_rows, "fits", lambda *_: True)
-    tracker = Tracker(MARKERS)
-    directives = Directives(tracker)
-    probing, scheduler = ProbeRunner(tracker, directives, BLOCK, shares_blocks=True), scheduler_of(10_000, 100, device)
+    probes, scheduler = probing._directives.probes, scheduler_of(10_000, 100, device)
     params = SimpleNamespace(seed=1)
     prompt = SimpleNamespace(sampling_params=params, num_computed_tokens=0, num_tokens=prompt_tokens)
     scheduler.waiting.append(prompt)
@@ -196,14 +190,14 @@ def test_no_probe_takes_a_token_of_a_seeded_prompt_on_a_cpu(
         scheduler.running = [tracked().ref] * scheduler.max_num_running_reqs
     live = tracked(all_token_ids=[9] * 41, request_id="a")
     probing.rows_possible = True
-    directives.probes.put_back((1, live, FLAG_SENTENCE, 0))
+    probes.put_back((1, live, FLAG_SENTENCE, 0))
     assert probing.place_rows(scheduler, {live: 0}) == may
-    assert (len(probing.rows), len(directives.probes)) == (may, not may)
+    assert (len(probing.rows), len(probes)) == (may, not may)
     if not full:
         probing.rows_possible = False
-        directives.probes.put_back((2, live, 0, 0))
+        probes.put_back((2, live, 0, 0))
         assert probing.place(scheduler, observes=True) == [2] * may
-        assert len(directives.probes) == (not may), "the probe waits"
+        assert len(probes) == (not may), "the probe waits"
 
 
 def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
@@ -229,29 +223,24 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
     assert [capabilities(scheduler, True, one).eat_probe for one in facts] == [True, False]
 
 
-def test_no_client_is_told_of_a_probe_that_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_client_is_told_of_a_probe_that_is_withdrawn(probing: ProbeRunner) -> None:
     """With several engines vLLM tells each client which of its requests have ended; a probe must not be among them."""
-    monkeypatch.setattr(request_api, "aborted_status", lambda: "aborted")
     ended: dict[int, set[str]] = {0: {"a"}}
     scheduler: Any = SimpleNamespace(
         finished_req_ids_dict=ended, finish_requests=lambda request_id, _: ended[0].add(request_id)
     )
-    tracker = Tracker(MARKERS)
-    probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
     probing.placed["meridian-probe-1"] = Placed(1, tracked(), 7, 40)
     probing.scheduled(scheduler, {"a": 1})
     assert (probing.placed, ended) == ({}, {0: {"a"}})
 
 
-def test_the_end_of_probing_leaves_no_probe_and_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_probing_leaves_no_probe_and_holds_nobody(probing: ProbeRunner) -> None:
     """A freeze and the end of a lease withdraw every probe, and each decision has its one outcome."""
-    monkeypatch.setattr(request_api, "aborted_status", lambda: "aborted")
     taken_out: list[str] = []
     scheduler: Any = SimpleNamespace(
         finished_req_ids_dict=None, finish_requests=lambda request_id, _: taken_out.append(request_id), current_step=1
     )
-    tracker = Tracker(MARKERS)
-    probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
+    tracker = probing._tracker
     waiting, computed = (opened(tracker, name, ref=request()) for name in ("a", "b"))
     probing.placed["meridian-probe-1"] = Placed(1, waiting, 7, 40)
     probing.placed["meridian-probe-2"] = Placed(2, computed, 7, 40, cost_tokens=2)
@@ -267,12 +256,11 @@ def test_the_end_of_probing_leaves_no_probe_and_holds_nobody(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("tokens", "measured"), [([], 1.0), ([5], np.nan)], ids=["no token", "no finite logits"])
-def test_a_probe_without_a_result_is_refused(tokens: list[int], measured: float) -> None:
+def test_a_probe_without_a_result_is_refused(tokens: list[int], measured: float, probing: ProbeRunner) -> None:
     """vLLM may end a probe with an error, for example, and that is no fault. Its likeliest token is no trial answer,
     and its request does not wait for a decision from it."""
-    tracker = Tracker(MARKERS)
+    tracker = probing._tracker
     live = opened(tracker, "a", ref=request())
-    probing = ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
     probing.placed["meridian-probe-1"] = Placed(1, live, 7, 40)
     probing.held[live] = 0
     group: Any = SimpleNamespace(

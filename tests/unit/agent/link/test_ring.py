@@ -35,13 +35,36 @@ def test_first_in_first_out() -> None:
             get()
 
 
-def test_what_is_laid_down_waits_for_the_wake() -> None:
+# What the reader waits for, `wanted` items or a `patient` reader's more; what happens while it sleeps on; and what
+# wakes it. `lay` and `due` and `press` add an item and offer a wake, `silent` only adds one, `put` adds one at once.
+READERS: dict[str, tuple[tuple[int, int], str, str]] = {
+    "what is laid down waits for the wake": ((1, 0), "silent", "wake"),
+    "what cannot wait wakes at once": ((5, 0), "", "put"),
+    "as many as it wants": ((3, 0), "lay lay", "lay"),
+    "something that presses": ((3, 0), "lay", "press"),
+    "a patient one, of whose items none is due": ((2, 4), "lay lay lay", "lay"),
+    "a patient one, of whose items the first is due": ((2, 4), "due", "lay"),
+    "a patient one, of whose items the second is due": ((2, 4), "lay", "due"),
+    "a patient one, of whose items the third is due": ((2, 4), "lay lay", "due"),
+}
+
+
+@pytest.mark.parametrize(("waits_for", "before", "waking"), READERS.values(), ids=READERS)
+def test_what_wakes_a_reader(waits_for: tuple[int, int], before: str, waking: str) -> None:
     ring: RecordQueue[int] = RecordQueue()
-    thread, got = reader(ring)
-    ring.lay(1)
-    thread.join(0.05)
-    assert thread.is_alive()
-    ring.wake()
+    thread, got = reader(ring, *waits_for)
+    events = [*before.split(), waking]
+    for number, event in enumerate(events, 1):
+        assert bool(ring._wanted), "the reader is awake too early"
+        if event == "put":
+            ring.put(number)
+        elif event != "wake":
+            ring.lay(number, presses=event == "press", due=event == "due")
+        if event != "silent":
+            ring.wake()
+        if number == len(events) - 1:
+            thread.join(0.05)
+            assert thread.is_alive()
     thread.join(LONG_S)
     assert got == [1]
 
@@ -52,62 +75,26 @@ def test_it_is_taken_without_a_wake_when_the_time_is_up() -> None:
     assert ring.get(0.001, wanted=2) == 1
 
 
-def test_what_cannot_wait_wakes_at_once() -> None:
+def test_what_was_taken_out_is_due_no_longer() -> None:
     ring: RecordQueue[int] = RecordQueue()
-    thread, got = reader(ring, wanted=5)
-    ring.put(1)
-    thread.join(LONG_S)
-    assert got == [1]
-
-
-def test_the_reader_is_woken_once_as_many_are_there_as_it_wants() -> None:
-    ring: RecordQueue[int] = RecordQueue()
-    thread, got = reader(ring, wanted=3)
-    for number in (1, 2):
+    ring.lay(1, due=True)
+    assert ring.get(LONG_S) == 1
+    ring.took(0, True)
+    thread, got = reader(ring, wanted=2, patient=4)
+    for number in (2, 3):
         ring.lay(number)
         ring.wake()
-    thread.join(0.05)
-    assert thread.is_alive()
-    ring.lay(3)
-    ring.wake()
+        assert ring._wanted
+    ring.put(4)
     thread.join(LONG_S)
-    assert got == [1]
+    assert got == [2]
 
 
-@pytest.mark.parametrize("due", [0, 1, 2, 3])
-def test_a_patient_reader_waits_for_more_until_something_is_due(due: int) -> None:
-    """due: which of the items is due, 0 for none."""
+def test_an_item_that_must_be_sent_at_once_is_not_held_back() -> None:
     ring: RecordQueue[int] = RecordQueue()
-    thread, got = reader(ring, wanted=2, patient=4)
-    enough = max(2, due) if due else 4
-    for number in range(1, enough + 1):
-        assert thread.is_alive()
-        assert bool(ring._wanted), "the reader is awake too early"
-        ring.lay(number, due=number == due)
-        ring.wake()
-    thread.join(LONG_S)
-    assert got == [1]
-    ring.took(0, bool(due))
-    assert [ring.get_nowait() for _ in range(enough - 1)] == list(range(2, enough + 1))
-    thread, got = reader(ring, wanted=2, patient=4)
-    ring.lay(7)
-    ring.lay(8)
-    ring.wake()
-    assert ring._wanted, "what was taken out is due no longer"
-    ring.put(9)
-    thread.join(LONG_S)
-    assert got == [7]
-
-
-def test_something_that_presses_wakes_a_reader_who_wants_more() -> None:
-    ring: RecordQueue[int] = RecordQueue()
-    thread, got = reader(ring, wanted=3)
-    ring.lay(1)
-    ring.lay(2, presses=True)
-    ring.wake()
-    thread.join(LONG_S)
-    assert (got, ring.presses) == ([1], True)
-    assert ring.get(LONG_S, wanted=3) == 2, "an item that must be sent at once is not held back"
+    ring.lay(1, presses=True)
+    assert ring.presses
+    assert ring.get(LONG_S, wanted=3) == 1
     ring.took(1)
     assert not ring.presses
 
