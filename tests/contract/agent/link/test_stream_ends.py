@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,7 @@ from meridian_agent.link.inbox import INBOX_DECISIONS, INBOX_MESSAGES
 from meridian_agent.link.messages import decisions_in
 from meridian_agent.link.outbox import RING_RECORDS
 from tests.contract.streams import Clock, Control, Scripted, controlling
+from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -29,12 +31,16 @@ async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
         engine.open("a")
         await engine.steps_until(lambda: engine.caps() == [(0, 600)])
         assert not engine.link.lapsed()
+        assert engine.link.lease.state == control.engine().agent_state == agent_pb2.AGENT_STATE_READY
         await control.kill()
-        await until(lambda: not engine.link.lease.connected)
+        await until(lambda: control.engine().agent_state == engine.link.lease.state == agent_pb2.AGENT_STATE_STALE)
         engine.step()
         assert not engine.link.lapsed()
         clock.now += 30.1
         assert engine.link.lapsed()
+        assert engine.link.lease.state == agent_pb2.AGENT_STATE_DEGRADED
+        control.fleet.views._clock = lambda: utc_now() + timedelta(seconds=31)
+        assert control.engine().agent_state == agent_pb2.AGENT_STATE_DEGRADED
         await control.start()
         await until(lambda: engine.link.lease.connected)
         assert engine.link.lapsed(), "the control plane does not know the requests yet"

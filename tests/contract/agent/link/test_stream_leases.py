@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 from meridian.v1 import agent_pb2
 
 from tests.contract.streams import Clock, Control, Scripted
-from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 
@@ -53,21 +50,6 @@ async def test_an_agent_that_has_stepped_aside_is_frozen_at_once(scripted: Scrip
         await until(lambda: scripted.kinds().count("hello") == 2)
         scripted.say(freeze={"nonce": 1, "remaining_ms": 1000})
         await until(lambda: "freeze_status" in scripted.kinds())
-
-
-async def test_states(control: Control) -> None:
-    clock = Clock()
-    with LinkedEngine([control.target], clock=clock) as engine:
-        assert engine.link.lease.state == agent_pb2.AGENT_STATE_STALE
-        await until(lambda: control.connected() and control.engine().acked_revision == 1)
-        assert engine.link.lease.state == control.engine().agent_state == agent_pb2.AGENT_STATE_READY
-        await control.kill()
-        await until(lambda: engine.link.lease.state == agent_pb2.AGENT_STATE_STALE)
-        clock.now += 31
-        assert engine.link.lease.state == agent_pb2.AGENT_STATE_DEGRADED
-        await until(lambda: control.engine().agent_state == agent_pb2.AGENT_STATE_STALE)
-        control.fleet.views._clock = lambda: utc_now() + timedelta(seconds=31)
-        assert control.engine().agent_state == agent_pb2.AGENT_STATE_DEGRADED
 
 
 async def test_a_stream_that_is_silent_past_the_lease_is_given_up(

@@ -198,14 +198,6 @@ async def test_an_ack_of_one_stream_says_nothing_on_the_next(scripted: Scripted)
         assert [status.revision for status in scripted.heard("settings_status")] == [8]
 
 
-async def test_a_surprise_in_the_tokenizer_is_a_refusal(control: Control) -> None:
-    with LinkedEngine([control.target]) as engine:
-        engine.link._prepare = {}.__getitem__  # type: ignore[assignment]
-        await until(lambda: control.connected() and control.engine().nack_error)
-        assert "TypeError" in control.engine().nack_error
-        assert engine.streams <= 1
-
-
 async def test_who_connects_meanwhile_gets_the_newest_at_once_and_once(control: Control) -> None:
     await control.set_policy(policy(fallback={"lease_ms": 500}))
     with LinkedEngine([control.target]) as engine:
