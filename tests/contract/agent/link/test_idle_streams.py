@@ -86,16 +86,14 @@ async def test_an_idle_stream_outlives_a_proxy_that_cuts_idle_ones(
     assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
-async def test_an_engine_that_pauses_gets_the_answer_to_its_last_report(control: Control) -> None:
+async def test_an_engine_that_pauses_gets_the_answer_to_its_last_report(control: Control, engine: LinkedEngine) -> None:
     """The control plane answers at most one report a second, and no other report follows."""
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
-        engine.open("a")
-        await engine.steps_until(lambda: engine.caps() == [(0, 600)])
-        for _ in range(3):
-            engine.step()
-        await until(lambda: engine.link.lease.unheard_since is None)
-        assert not engine.link.lease.idle
+    engine.open("a")
+    await engine.steps_until(lambda: engine.caps() == [(0, 600)])
+    for _ in range(3):
+        engine.step()
+    await until(lambda: engine.link.lease.unheard_since is None)
+    assert not engine.link.lease.idle
 
 
 async def test_an_older_control_plane_gets_no_heartbeat(scripted: Scripted) -> None:
@@ -109,17 +107,17 @@ async def test_an_older_control_plane_gets_no_heartbeat(scripted: Scripted) -> N
         assert "heartbeat" not in scripted.kinds()
 
 
-async def test_ends_of_the_agents_own_are_told_in_its_words(control: Control, caplog: pytest.LogCaptureFixture) -> None:
+async def test_ends_of_the_agents_own_are_told_in_its_words(
+    control: Control, engine: LinkedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "vllm.meridian")
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: engine.link.lease.connected)
-        first = next(iter(control.fleet.connections))
-        engine.link.restart("the markers have changed")
-        await until(lambda: control.fleet.connections and first not in control.fleet.connections)
-        await until(lambda: engine.link.lease.connected)
-        going = agent_pb2.GoingAway(reason="the control plane moves")
-        engine.link._receive(agent_pb2.ConnectResponse(going_away=going))
-        await until(lambda: "ended: the control plane is going away" in caplog.text)
+    first = next(iter(control.fleet.connections))
+    engine.link.restart("the markers have changed")
+    await until(lambda: control.fleet.connections and first not in control.fleet.connections)
+    await until(lambda: engine.link.lease.connected)
+    going = agent_pb2.GoingAway(reason="the control plane moves")
+    engine.link._receive(agent_pb2.ConnectResponse(going_away=going))
+    await until(lambda: "ended: the control plane is going away" in caplog.text)
     ends = [r for r in caplog.records if f"stream to {control.target} ended" in r.message]
     assert [r.levelno for r in ends] == [logging.INFO] * 2
     assert ends[0].message.endswith("ended: the markers have changed")

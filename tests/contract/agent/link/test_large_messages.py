@@ -87,20 +87,18 @@ async def test_a_snapshot_of_any_size_reaches_the_fleet(control: Control) -> Non
         assert connection.session.totals.reports > 0
 
 
-async def test_requests_that_arrive_in_one_step_reach_the_fleet(control: Control) -> None:
+async def test_requests_that_arrive_in_one_step_reach_the_fleet(control: Control, engine: LinkedEngine) -> None:
     """An engine in one process takes in all prompts of a call before its first step."""
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: engine.link.lease.connected)
-        engine.open("first")
-        await engine.steps_until(lambda: control.names() == ["first"])
-        wait_in_queue(engine, MANY)
-        engine.step()
-        await until(lambda: known(control) == MANY + 1, PATIENT_S)
-        assert control.fleet.stream_ends == {}
-        for live in list(engine.engine.live):
-            engine.engine.abort(live)
-        engine.step()
-        await until(lambda: known(control) == 0, PATIENT_S)
+    engine.open("first")
+    await engine.steps_until(lambda: control.names() == ["first"])
+    wait_in_queue(engine, MANY)
+    engine.step()
+    await until(lambda: known(control) == MANY + 1, PATIENT_S)
+    assert control.fleet.stream_ends == {}
+    for live in list(engine.engine.live):
+        engine.engine.abort(live)
+    engine.step()
+    await until(lambda: known(control) == 0, PATIENT_S)
 
 
 async def test_parts_follow_each_other_and_stay_below_their_bound() -> None:
@@ -150,20 +148,18 @@ async def test_a_message_that_was_refused_for_its_size_is_not_sent_again(
         assert len(sizes) == len(set(sizes)) == streams - 1 > 0
 
 
-async def test_a_report_after_a_large_step_has_all_its_parts(control: Control) -> None:
+async def test_a_report_after_a_large_step_has_all_its_parts(control: Control, engine: LinkedEngine) -> None:
     """Every gauge and count of the step is in one of the reports, and nothing is counted twice."""
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: engine.link.lease.connected)
-        engine.open("first")
-        await engine.steps_until(lambda: control.names() == ["first"])
-        for index in range(4000):
-            engine.open(name_of(index), tenant="t" * 128)
-        assert 4000 * (LONG + 128) > REPORT_BYTES
-        engine.step()
-        counted = {name: live.think_tokens for name, live in engine.engine.live.items()}
-        await until(lambda: known(control) == len(counted))
-        await until(lambda: {r.request_id: r.think_tokens for r in control.fleet.views.requests("engine")} == counted)
-        assert control.engine().running == 4001
+    engine.open("first")
+    await engine.steps_until(lambda: control.names() == ["first"])
+    for index in range(4000):
+        engine.open(name_of(index), tenant="t" * 128)
+    assert 4000 * (LONG + 128) > REPORT_BYTES
+    engine.step()
+    counted = {name: live.think_tokens for name, live in engine.engine.live.items()}
+    await until(lambda: known(control) == len(counted))
+    await until(lambda: {r.request_id: r.think_tokens for r in control.fleet.views.requests("engine")} == counted)
+    assert control.engine().running == 4001
 
 
 async def test_the_largest_texts_fit_into_a_part() -> None:

@@ -56,18 +56,16 @@ async def test_from_connect_to_the_last_outcome(control: Control) -> None:
         assert connection.session.totals.unknown_outcomes == 0
 
 
-async def test_an_idle_engine_acknowledges_and_settles(control: Control) -> None:
+async def test_an_idle_engine_acknowledges_and_settles(control: Control, engine: LinkedEngine) -> None:
     """An idle engine makes no step that could carry an outcome, so the link reports the outcomes."""
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.connected() and control.engine().acked_revision == 1)
-        await control.set_policy(policy(scheduler={"shadow": True}))
-        await until(lambda: control.engine().acked_revision == 2)
-        await until(lambda: control.engine().decisions and not control.engine().open_decisions)
-        engine.open("a")
-        await engine.steps_until(lambda: engine.caps() == [(0, 32768)])
-        plan = engine.engine.directives.plan
-        assert plan is not None
-        assert plan.shadow, "the plan that came while the engine was idle is in force"
+    await control.set_policy(policy(scheduler={"shadow": True}))
+    await until(lambda: control.engine().acked_revision == 2)
+    await until(lambda: control.engine().decisions and not control.engine().open_decisions)
+    engine.open("a")
+    await engine.steps_until(lambda: engine.caps() == [(0, 32768)])
+    plan = engine.engine.directives.plan
+    assert plan is not None
+    assert plan.shadow, "the plan that came while the engine was idle is in force"
 
 
 async def test_the_snapshot_comes_first(scripted: Scripted) -> None:

@@ -21,88 +21,84 @@ if TYPE_CHECKING:
     from tests.contract.streams import Control, Scripted
 
 
-async def test_settings_round_trip(control: Control) -> None:
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.connected() and control.engine().acked_revision == 1)
-        engine.refusal = "reasoning parser 'x': unknown"
-        await control.set_policy(policy(fallback={"lease_ms": 500}))
-        await until(lambda: control.engine().nack_error)
-        shown = control.engine()
-        assert (shown.revision, shown.acked_revision, shown.nack_error) == (2, 1, engine.refusal)
-        assert (engine.link.lease.revision, engine.link.lease.lease_s) == (1, 30.0)
-        engine.refusal = ""
-        await control.set_policy(policy(fallback={"lease_ms": 700}, telemetry={"report_interval_steps": 3}))
-        await until(lambda: control.engine().acked_revision == 3)
-        assert control.engine().nack_error == ""
-        assert (engine.link.lease.revision, engine.link.lease.lease_s, engine.link.lease.report_interval_steps) == (
-            3,
-            0.7,
-            3,
-        )
-        assert [s.revision for s in engine.settings] == [1, 2, 3]
-        assert control.fleet.totals().nacks == 1
+async def test_settings_round_trip(control: Control, engine: LinkedEngine) -> None:
+    engine.refusal = "reasoning parser 'x': unknown"
+    await control.set_policy(policy(fallback={"lease_ms": 500}))
+    await until(lambda: control.engine().nack_error)
+    shown = control.engine()
+    assert (shown.revision, shown.acked_revision, shown.nack_error) == (2, 1, engine.refusal)
+    assert (engine.link.lease.revision, engine.link.lease.lease_s) == (1, 30.0)
+    engine.refusal = ""
+    await control.set_policy(policy(fallback={"lease_ms": 700}, telemetry={"report_interval_steps": 3}))
+    await until(lambda: control.engine().acked_revision == 3)
+    assert control.engine().nack_error == ""
+    assert (engine.link.lease.revision, engine.link.lease.lease_s, engine.link.lease.report_interval_steps) == (
+        3,
+        0.7,
+        3,
+    )
+    assert [s.revision for s in engine.settings] == [1, 2, 3]
+    assert control.fleet.totals().nacks == 1
 
 
-async def test_changes_in_a_row_are_sent_as_one(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_in_a_row_are_sent_as_one(
+    control: Control, engine: LinkedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Only the last change lets the timer run, however long the pauses between changes are on a busy machine.
     monkeypatch.setattr(policy_delivery, "QUIET_S", 3600.0)
     monkeypatch.setattr(policy_delivery, "MAX_WAIT_S", 3600.0)
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.connected() and control.engine().acked_revision == 1)
-        for lease_ms in range(500, 510):
-            if lease_ms == 509:
-                monkeypatch.setattr(policy_delivery, "QUIET_S", 0.0)
-            await control.set_policy(policy(fallback={"lease_ms": lease_ms}))
-        await until(lambda: control.engine().acked_revision == 11)
-        assert [s.revision for s in engine.settings] == [1, 11]
+    for lease_ms in range(500, 510):
+        if lease_ms == 509:
+            monkeypatch.setattr(policy_delivery, "QUIET_S", 0.0)
+        await control.set_policy(policy(fallback={"lease_ms": lease_ms}))
+    await until(lambda: control.engine().acked_revision == 11)
+    assert [s.revision for s in engine.settings] == [1, 11]
 
 
-async def test_changes_without_end_are_sent_all_the_same(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_without_end_are_sent_all_the_same(
+    control: Control, engine: LinkedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Only MAX_WAIT_S ends the wait, however long the pauses between changes are on a busy machine.
     monkeypatch.setattr(policy_delivery, "QUIET_S", 60.0)
     monkeypatch.setattr(policy_delivery, "MAX_WAIT_S", 0.3)
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.connected() and control.engine().acked_revision == 1)
-        revision = 1
-        while len(engine.settings) < 3:
-            # However busy the machine is, no timer runs between the changes of one round.
-            for _ in range(3):
-                revision += 1
-                control.fleet.set_policy(StoredRevision(revision, "", policy(), "", "", utc_now()))
-            await asyncio.sleep(0.02)
-        assert revision - 1 > len(engine.settings)
+    revision = 1
+    while len(engine.settings) < 3:
+        # However busy the machine is, no timer runs between the changes of one round.
+        for _ in range(3):
+            revision += 1
+            control.fleet.set_policy(StoredRevision(revision, "", policy(), "", "", utc_now()))
+        await asyncio.sleep(0.02)
+    assert revision - 1 > len(engine.settings)
 
 
-async def test_a_refused_revision_is_sent_again_on_no_stream(control: Control) -> None:
+async def test_a_refused_revision_is_sent_again_on_no_stream(control: Control, engine: LinkedEngine) -> None:
     """The engine keeps the last good revision instead, also under a restarted control plane, which does not know of the
     refusal."""
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.connected() and control.engine().acked_revision == 1)
-        engine.refusal = "no"
-        stored = await control.set_policy(policy(scheduler={"max_think_tokens": 100}))
-        await until(lambda: control.engine().nack_error)
-        engine.refusal = ""
-        control.fleet.set_policy(stored)
-        control.fleet._policies.send()
-        for restart in (engine.link.restart, control.kill):
-            streams = engine.streams
-            if restart is control.kill:
-                await control.kill()
-                await control.start()
-            else:
-                engine.link.restart()
-            engine.open(f"after {streams}")
-            await engine.steps_until(
-                lambda before=streams: engine.streams > before and control.engine().acked_revision == 1  # type: ignore[misc]
-            )
-            await engine.steps_until(engine.caps)
-            shown = control.engine()
-            assert (shown.revision, shown.acked_revision, shown.nack_error) == (2, 1, "no")
-            assert {cap for _, cap in engine.caps()} == {600}
-        assert [s.revision for s in engine.settings] == [1, 2, 1, 1]
-        await control.set_policy(policy(scheduler={"max_think_tokens": 200}))
-        await engine.steps_until(lambda: control.engine().acked_revision == 3)
-        assert control.engine().nack_error == ""
+    engine.refusal = "no"
+    stored = await control.set_policy(policy(scheduler={"max_think_tokens": 100}))
+    await until(lambda: control.engine().nack_error)
+    engine.refusal = ""
+    control.fleet.set_policy(stored)
+    control.fleet._policies.send()
+    for restart in (engine.link.restart, control.kill):
+        streams = engine.streams
+        if restart is control.kill:
+            await control.kill()
+            await control.start()
+        else:
+            engine.link.restart()
+        engine.open(f"after {streams}")
+        await engine.steps_until(
+            lambda before=streams: engine.streams > before and control.engine().acked_revision == 1  # type: ignore[misc]
+        )
+        await engine.steps_until(engine.caps)
+        shown = control.engine()
+        assert (shown.revision, shown.acked_revision, shown.nack_error) == (2, 1, "no")
+        assert {cap for _, cap in engine.caps()} == {600}
+    assert [s.revision for s in engine.settings] == [1, 2, 1, 1]
+    await control.set_policy(policy(scheduler={"max_think_tokens": 200}))
+    await engine.steps_until(lambda: control.engine().acked_revision == 3)
+    assert control.engine().nack_error == ""
 
 
 async def test_a_new_incarnation_is_asked_again(control: Control) -> None:
@@ -131,23 +127,23 @@ async def test_an_engine_that_cannot_honour_a_policy_keeps_the_one_before(contro
         await engine.steps_until(lambda: control.engine().acked_revision == 3)
 
 
-async def test_limits_of_the_engine_are_shown_as_the_agent_has_bounded_them(control: Control) -> None:
+async def test_limits_of_the_engine_are_shown_as_the_agent_has_bounded_them(
+    control: Control, engine: LinkedEngine
+) -> None:
     def shown() -> tuple[int, int]:
         (row,) = control.engine().engine_limits
         return row.wanted, row.in_force
 
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.connected() and control.engine().acked_revision == 1)
-        assert shown() == (0, 8)
-        for revision, (wanted, in_force) in enumerate(((3, 3), (500, 16), (0, 8)), start=2):
-            await control.set_policy(policy(engine={"max_num_active_seqs": wanted}))
-            await until(lambda revision=revision: control.engine().acked_revision == revision)  # type: ignore[misc]
-            assert shown() == (wanted, in_force)
-        await control.set_policy(policy(engine={"long_prefill_token_threshold": 64}))
-        await until(lambda: control.engine().nack_error)
-        refused = "the engine cannot change engine.long_prefill_token_threshold: its agent does not know this limit"
-        assert (control.engine().acked_revision, control.engine().nack_error) == (4, refused)
-        assert [s.revision for s in engine.settings] == [1, 2, 3, 4]
+    assert shown() == (0, 8)
+    for revision, (wanted, in_force) in enumerate(((3, 3), (500, 16), (0, 8)), start=2):
+        await control.set_policy(policy(engine={"max_num_active_seqs": wanted}))
+        await until(lambda revision=revision: control.engine().acked_revision == revision)  # type: ignore[misc]
+        assert shown() == (wanted, in_force)
+    await control.set_policy(policy(engine={"long_prefill_token_threshold": 64}))
+    await until(lambda: control.engine().nack_error)
+    refused = "the engine cannot change engine.long_prefill_token_threshold: its agent does not know this limit"
+    assert (control.engine().acked_revision, control.engine().nack_error) == (4, refused)
+    assert [s.revision for s in engine.settings] == [1, 2, 3, 4]
 
 
 async def test_an_ack_waits_for_the_step_that_applies(control: Control) -> None:
