@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import grpc
 import pytest
-from meridian.v1 import agent_pb2_grpc
 
-from tests.contract.streams import Control, Scripted, controlling
+from tests.contract.streams import Control, Scripted, controlling, serving
 from tests.patient import ASKING, LONG_S
 
 if TYPE_CHECKING:
@@ -31,9 +29,6 @@ async def control(tmp_path: Path) -> AsyncIterator[Control]:
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[Scripted]:
-    servicer, server = Scripted(), grpc.aio.server()
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server)
-    servicer.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    yield servicer
-    await server.stop(None)
+    servicer = Scripted()
+    async with serving(servicer) as servicer.target:
+        yield servicer

@@ -127,6 +127,19 @@ class Scripted(agent_pb2_grpc.AgentServiceServicer):
         return [m.WhichOneof("message") for m in self.received]
 
 
+@asynccontextmanager
+async def serving(servicer: agent_pb2_grpc.AgentServiceServicer, **options: int) -> AsyncIterator[str]:
+    """Serve the agent's service on loopback, and yield the target. options: gRPC's, by the part behind the dot."""
+    server = grpc.aio.server(options=[(f"grpc.{name}", value) for name, value in options.items()])
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0

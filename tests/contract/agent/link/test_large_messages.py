@@ -7,13 +7,12 @@ import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
-from meridian.v1 import agent_pb2, agent_pb2_grpc
+from meridian.v1 import agent_pb2
 
 from meridian_agent.core.request_info import MAX_ID
 from meridian_agent.link.message_sizes import PART_BYTES, REPORT_BYTES, WHOLE_BYTES
-from tests.contract.streams import Control, Scripted
+from tests.contract.streams import Control, Scripted, serving
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -46,14 +45,8 @@ def known(control: Control) -> int:
 @asynccontextmanager
 async def server(most_bytes: int, **welcome: Any) -> AsyncIterator[tuple[Measuring, str]]:
     servicer = Measuring(**welcome)
-    served = grpc.aio.server(options=[("grpc.max_receive_message_length", most_bytes)])
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, served)
-    port = served.add_insecure_port("127.0.0.1:0")
-    await served.start()
-    try:
-        yield servicer, f"127.0.0.1:{port}"
-    finally:
-        await served.stop(None)
+    async with serving(servicer, max_receive_message_length=most_bytes) as target:
+        yield servicer, target
 
 
 class Measuring(Scripted):

@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
@@ -24,6 +23,7 @@ import meridian_agent
 from meridian_agent.link import control_stream as link_module
 from meridian_agent.link import outbox as outbox_module
 from meridian_agent.link.settings_file import StateFile
+from tests.contract.streams import serving
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -128,12 +128,9 @@ class Talkative(agent_pb2_grpc.AgentServiceServicer):
 
 async def scene(fault: Fault) -> None:
     """Play two streams: with a live request, without one, on a new stream, and with a request again."""
-    servicer, server = Talkative(), grpc.aio.server()
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        with fault, LinkedEngine([f"127.0.0.1:{port}"]) as engine:
+    servicer = Talkative()
+    async with serving(servicer) as target:
+        with fault, LinkedEngine([target]) as engine:
             engine.open("a")
             await engine.steps_until(lambda: servicer.streams >= 2 and servicer.at_rest())
             engine.engine.finish("a")
@@ -146,8 +143,6 @@ async def scene(fault: Fault) -> None:
             await engine.steps_until(lambda: engine.link.lease.connected and servicer.at_rest())
             assert engine.link._thread.is_alive()
             assert engine.link.lease.revision == 7 or "injected" in engine.link.refused[7]
-    finally:
-        await server.stop(None)
 
 
 def kept(folder: Path, fault: Fault) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import random
-import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from meridian_agent.core.sentences import (
     table_of,
 )
 from meridian_agent.core.tracker import Tracker
-from meridian_agent.vllm_adapter.tokenizer import sentences_of, token_texts
+from meridian_agent.vllm_adapter.tokenizer import sentences_of
 from tests.fakes.engine import MARKERS, opened
 from tests.fakes.sentences import ends_of, flags_of
 from tests.needed import VOCABULARIES, VOCABULARY_NAMES, vocabulary_folder
@@ -459,6 +458,8 @@ def vocabulary(name: str) -> tuple[Any, SentenceTable]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(vocabulary_folder() / name / "tokenizer.json"))
     table, failed = sentences_of(tokenizer, 1 << 20)
     assert not failed
+    # About four bytes for each id.
+    assert sum(memoryview(part).nbytes for part in (table.classes, table.after, table.flags, table.may_end)) < 2_000_000
     return tokenizer, table
 
 
@@ -515,24 +516,6 @@ def of(counts: Sequence[int]) -> tuple[float, float]:
     """Return precision and recall."""
     found, invented, missed = counts
     return found / max(1, found + invented), found / max(1, found + missed)
-
-
-@VOCABULARIES.mark
-@pytest.mark.parametrize("name", VOCABULARY_NAMES)
-def test_what_the_table_costs_at_the_start(name: str) -> None:
-    """The table of the largest vocabulary takes a few seconds of one core, once, and about as much memory as four bytes
-    for each id."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(vocabulary_folder() / name / "tokenizer.json"))
-    began_s = time.process_time()
-    texts, _ = token_texts(tokenizer, 1 << 20)
-    texts_s, began_s = time.process_time() - began_s, time.process_time()
-    table = table_of(texts)
-    table_s = time.process_time() - began_s
-    size = sum(memoryview(part).nbytes for part in (table.classes, table.after, table.flags, table.may_end))
-    print(f"| {name} | {len(texts):,} | {texts_s:.1f} | {table_s:.1f} | {size / 1e6:.1f} MB |")
-    assert size < 2_000_000
 
 
 def test_states_keep_nothing_that_they_came_from() -> None:

@@ -83,8 +83,10 @@ def test_each_section_has_a_lease_of_its_own() -> None:
     """A section's decisions end with its own lease, and all that are left with the general one."""
     now_s = 0.0
     lease = Lease(lambda: now_s)
-    leases = {"scheduler_lease_ms": 1000, "entropy_lease_ms": 2000, "kv_memory_lease_ms": 3000}
-    lease.hold(agent_pb2.Settings(lease_ms=4000, **leases), None)
+    settings = agent_pb2.Settings(
+        lease_ms=4000, scheduler_lease_ms=1000, entropy_lease_ms=2000, kv_memory_lease_ms=3000
+    )
+    lease.hold(settings, None)
     stale, scheduler = agent_pb2.AGENT_STATE_STALE, ORDER | CAPS
     for at_s, over, state in (
         (1.0, 0, stale),
