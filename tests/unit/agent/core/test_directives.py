@@ -143,16 +143,14 @@ def test_stories(
         assert engine.tracker.due == {}
 
 
-@pytest.mark.parametrize(
-    ("sent", "finished"), [(cap(1, 0, 0, shadow=True), Outcome.REQUEST_GONE), (cap(1, 0, 0), Outcome.REQUEST_GONE)]
-)
-def test_a_cap_says_nothing_of_a_request_that_never_thinks(sent: agent_pb2.ThinkCap, finished: Outcome) -> None:
+@pytest.mark.parametrize("shadow", [True, False])
+def test_a_cap_says_nothing_of_a_request_that_never_thinks(shadow: bool) -> None:
     engine = FakeEngine()
     engine.open("a", prompt=[])
-    play(engine, [caps(sent), TEXT, TEXT])
+    play(engine, [caps(cap(1, 0, 0, shadow)), TEXT, TEXT])
     assert engine.outcomes == {}
     play(engine, [FINISH])
-    assert engine.outcomes == {1: [finished]}
+    assert engine.outcomes == {1: [GONE]}
 
 
 @pytest.mark.parametrize("markers", [MARKERS, TWO], ids=["one token", "two tokens"])
@@ -251,9 +249,7 @@ def test_a_force_that_comes_too_late() -> None:
 def test_a_tier_waits_for_blocks_that_a_connector_keeps(frozen: bool) -> None:
     engine = FakeEngine()
     engine.open("a")
-    directives = message()
-    directives.tiers.add(decision_id=1, slot=0, tier=agent_pb2.EVICTION_TIER_UNREACHABLE)
-    engine.accept(directives)
+    engine.accept(tier(1, Tier.UNREACHABLE))
     engine.finish("a", keeps_blocks=True)
     engine.take()
     assert engine.outcomes == {}
