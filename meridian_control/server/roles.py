@@ -184,7 +184,9 @@ def on_this_host(peer: str) -> bool:
     address to callers from other hosts.
     """
     kind, _, rest = peer.partition(":")
-    return kind in ("unix", "unix-abstract") or is_loopback(unquote(rest).rpartition(":")[0].strip("[]"))
+    host = unquote(rest).rpartition(":")[0].strip("[]")
+    # gRPC writes addresses, so a peer with a name is not what it seems.
+    return kind in ("unix", "unix-abstract") or (host != "localhost" and is_loopback(host))
 
 
 # ---------------------------------------------------------------------------------------------------- the access file
