@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
@@ -16,13 +16,15 @@ from meridian_control.engine.session import Session
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 from meridian_control.journal.messages import explain_request
+from meridian_control.policy.model import Policy
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from meridian_agent.core.step_record import StepRecord
     from meridian_control.engine.operator_ends import OperatorEnd
-    from meridian_control.policy.model import Policy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 EARLY = {"min_think_tokens": 0}
@@ -44,11 +46,8 @@ class Stream:
     hello_fields: dict[str, Any] = field(default_factory=dict)
     now: datetime = NOW
     revision: int = 0
-    # The session's inputs with their times: a message, a policy with its revision, a request that an operator ends, or
-    # the stages of budgets.
-    trace: list[tuple[datetime, agent_pb2.ConnectRequest | tuple[int, Policy] | str | dict[str, int]]] = field(
-        default_factory=list
-    )
+    # The session's messages, and policies with their revisions, with their times.
+    trace: list[tuple[datetime, agent_pb2.ConnectRequest | tuple[int, Policy]]] = field(default_factory=list)
     responses: list[agent_pb2.ConnectResponse] = field(default_factory=list)
     log: DecisionLog = field(default_factory=DecisionLog)
 
@@ -83,7 +82,6 @@ class Stream:
 
     def end(self, name: str, reason: str = "") -> OperatorEnd:
         """Let an operator end the thinking of a request."""
-        self.trace.append((self.now, name))
         ended = self.session.on_end_thinking(name, reason, self.now)
         assert ended is not None
         self.deliver(ended.responses)
@@ -91,7 +89,6 @@ class Stream:
 
     def stages(self, **stages: int) -> None:
         """Set the stages of thinking budgets."""
-        self.trace.append((self.now, stages))
         at_once(self.session.part(EngineBudgets).set_stages(stages))
 
     def thinks_under(self, stages: dict[int, int], think: int, answer: int) -> None:
@@ -147,6 +144,46 @@ def stream(first: Policy | None = None, **fields: Any) -> Stream:
     made = Stream(**fields)
     made.apply(first or policy())
     return made
+
+
+# What happens to a stream, one after the other, in a table of tests: a number of steps, a new policy, the stages of
+# budgets, or anything else that a function does with the stream, an assertion too.
+Act: TypeAlias = "int | Policy | Mapping[str, int] | Callable[[Stream], object]"
+
+
+def play(made: Stream, *acts: Act) -> Stream:
+    """Let all this happen to the stream."""
+    for act in acts:
+        if isinstance(act, int):
+            made.step(act)
+        elif isinstance(act, Policy):
+            made.apply(act)
+        elif not callable(act):
+            made.stages(**act)
+        else:
+            act(made)
+    return made
+
+
+def opens(name: str, *script: int, **fields: Any) -> Callable[[Stream], int]:
+    return lambda made: made.open(name, *script, **fields)
+
+
+def aborts(name: str) -> Callable[[Stream], None]:
+    return lambda made: made.agent.abort(name)
+
+
+def preempts(name: str, waits: bool = True) -> Callable[[Stream], None]:
+    return lambda made: made.agent.preempt(name, waits=waits)
+
+
+def totals(**wanted: Any) -> Callable[[Stream], None]:
+    """Assert what the session has counted."""
+
+    def check(made: Stream) -> None:
+        assert {name: getattr(made.session.totals, name) for name in wanted} == wanted
+
+    return check
 
 
 def step_report(**fields: Any) -> agent_pb2.ConnectRequest:

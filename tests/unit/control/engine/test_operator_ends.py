@@ -16,6 +16,8 @@ from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, step_report, stream
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from meridian_control.engine.operator_ends import OperatorEnd
     from meridian_control.policy.model import Policy
 
@@ -61,25 +63,31 @@ def test_an_operator_ends_thinking_whatever_the_policy_is(held: Policy) -> None:
     assert made.balanced()
 
 
-HELLOS: dict[str, dict[str, Any]] = {
-    "UNKNOWN_MARKERS": {"unknown_markers": "no parser"},
-    "AGENT_OFF": {"fault": "KeyError: 1"},
-}
+PHASES = {"NOT_THINKING_YET": agent_pb2.PHASE_PROMPT, "ANSWERING": agent_pb2.PHASE_OUTPUT}
 
 
-@pytest.mark.parametrize("expected", [*HELLOS, "CANNOT_FORCE", "NO_POLICY", "NOT_THINKING_YET", "FROZEN", "ANSWERING"])
-def test_states_in_which_nothing_is_decided(expected: str) -> None:
+@pytest.mark.parametrize(
+    ("expected", "hello"),
+    [
+        ("UNKNOWN_MARKERS", {"unknown_markers": "no parser"}),
+        ("UNKNOWN_MARKERS", {}),
+        ("AGENT_OFF", {"fault": "KeyError: 1"}),
+        *((name, {}) for name in ("CANNOT_FORCE", "NO_POLICY", "NOT_THINKING_YET", "FROZEN", "ANSWERING")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "".join(value) or "phase",
+)
+def test_states_in_which_nothing_is_decided(expected: str, hello: dict[str, Any]) -> None:
     can = agent_pb2.Capabilities()
     can.CopyFrom(ALL)
     can.force_end = expected != "CANNOT_FORCE"
-    made = Stream(FakeAgent(capabilities=can), can, HELLOS.get(expected, {}))
+    made = Stream(FakeAgent(capabilities=can), can, hello)
     if expected != "NO_POLICY":
         made.apply(policy())
-    thinks = expected not in ("NOT_THINKING_YET", "ANSWERING")
     made.pump()
-    slot, phase = 0, agent_pb2.PHASE_THINK if thinks else agent_pb2.PHASE_PROMPT
-    phase = agent_pb2.PHASE_OUTPUT if expected == "ANSWERING" else phase
-    made.session.on_message(step_report(opened=[{"slot": slot, "request_id": "a", "phase": phase}]), made.now)
+    # A phase that is not known counts as unknown markers.
+    unknown = expected == "UNKNOWN_MARKERS" and not hello
+    phase = agent_pb2.PHASE_UNSPECIFIED if unknown else PHASES.get(expected, agent_pb2.PHASE_THINK)
+    made.session.on_message(step_report(opened=[{"slot": 0, "request_id": "a", "phase": phase}]), made.now)
     if expected in ("FROZEN", "ANSWERING"):
         made.session.on_freezes((Freeze(1, Match(), "", "", made.now, made.now + timedelta(minutes=1)),), made.now)
     before = made.session._ledger.made
@@ -87,15 +95,6 @@ def test_states_in_which_nothing_is_decided(expected: str) -> None:
     assert ended is not None
     assert (state(ended), ended.decision, ended.responses) == (expected, None, [])
     assert made.session._ledger.made == before
-
-
-def test_a_phase_that_is_not_known_counts_as_unknown_markers() -> None:
-    made = stream()
-    opened = {"slot": 0, "request_id": "a", "phase": agent_pb2.PHASE_UNSPECIFIED}
-    made.session.on_message(step_report(opened=[opened]), made.now)
-    ended = made.session.on_end_thinking("a", "", made.now)
-    assert ended is not None
-    assert state(ended) == "UNKNOWN_MARKERS"
 
 
 def test_while_a_rule_ends_thinking_the_rules_decision_is_the_answer() -> None:
@@ -122,6 +121,18 @@ def test_no_rule_and_no_probe_follows_an_operators_end() -> None:
     assert made.balanced()
 
 
+def generates(made: Stream, *tokens: int, meanwhile: Callable[[], Any] = lambda: None) -> Any:
+    """Let request `a` generate these tokens in one step. meanwhile: what happens before the agent reports them."""
+    made.agent.engine.schedule()
+    for token in tokens:
+        made.agent.engine.feed("a", [token])
+    found = meanwhile()
+    made.agent._measured([0.5] * len(tokens), [1] * len(tokens))
+    made.agent._report()
+    made.pump()
+    return found
+
+
 def test_thinking_that_begins_anew_can_be_ended_again() -> None:
     made = stream()
     made.open("a", answer=100)
@@ -129,11 +140,7 @@ def test_thinking_that_begins_anew_can_be_ended_again() -> None:
     first = made.end("a")
     made.step(3)
     assert made.end("a").state == ANSWERING
-    made.agent.engine.schedule()
-    made.agent.engine.feed("a", [START])
-    made.agent._measured([0.5], [1])
-    made.agent._report()
-    made.pump()
+    generates(made, START)
     second = made.end("a")
     assert second.state == ENDING
     assert second.decision is not first.decision
@@ -199,18 +206,11 @@ def test_a_freeze_drops_the_end_and_the_request_can_be_ended_after_it() -> None:
 def test_the_model_ends_thinking_first() -> None:
     made = stream()
     made.open("a", think=3)
-    made.agent.step()
-    made.agent.step()
-    made.agent.step()
+    for _ in range(3):
+        made.agent.step()
     made.pump()
-    made.agent.engine.schedule()
-    made.agent.engine.feed("a", [END])
-    made.agent.engine.feed("a", [TEXT])
-    ended = made.end("a")
+    ended = generates(made, END, TEXT, meanwhile=lambda: made.end("a"))
     assert ended.state == ENDING
-    made.agent._measured([0.5, 0.5], [1, 1])
-    made.agent._report()
-    made.pump()
     assert ended.decision is not None
     assert ended.decision.outcome == agent_pb2.OUTCOME_ENDED_NATURALLY
     assert (made.session.totals.ends["natural"], made.session.totals.ends["operator"]) == (1, 0)

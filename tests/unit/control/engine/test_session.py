@@ -20,7 +20,7 @@ from tests.fakes.agent import Script
 from tests.fakes.engine import START, TEXT
 from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy, tokens
-from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
+from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, aborts, opens, play, stream, totals
 
 # ------------------------------------------------------------------------------------------------------------ markers
 
@@ -143,20 +143,15 @@ def test_what_waits_for_further_steps(what: str, sections: dict[str, Any], merge
     assert getattr(response.settings, f"merge_{what}") is merged
 
 
-def test_an_engine_that_cannot_force_is_given_no_cap() -> None:
-    made = Stream(capabilities=agent_pb2.Capabilities(dispatch=True))
-    (response,) = made.session.on_policy(1, policy())
-    assert not response.settings.HasField("max_think_tokens")
-
-
 @pytest.mark.parametrize(
     ("entropy", "can", "observe"), [(True, True, True), (True, False, False), (False, True, False)]
 )
-def test_entropy_is_observed_where_it_is_wanted_and_can_be(entropy: bool, can: bool, observe: bool) -> None:
-    made = Stream(capabilities=agent_pb2.Capabilities(token_entropy=can))
+def test_an_engine_is_told_what_it_can_do(entropy: bool, can: bool, observe: bool) -> None:
+    made = Stream(capabilities=agent_pb2.Capabilities(token_entropy=can, force_end=can))
     (response,) = made.session.on_policy(1, policy(entropy={"enabled": entropy}))
     assert response.settings.observe_entropy == observe
     assert not response.settings.only_sentence_ends
+    assert response.settings.HasField("max_think_tokens") == can
 
 
 RANKS: dict[str, Any] = {"shadow": False, "rpdi_threshold": 0.0, "rank_conditions": [{"max_ranks": [2]}]}
@@ -270,6 +265,8 @@ def test_a_request_is_told_what_concerns_it_once() -> None:
     assert first.step == made.agent.engine.records[-1].step
     asked = made.step(20)
     assert {name.name for name, _ in asked.ListFields()} == {"step"}, "the directives only answer the probe's result"
+    again = made.apply(policy())[-1].directives
+    assert (len(again.caps), len(again.forces), list(again.plan.slot)) == (0, 0, [0]), "only what depends on the policy"
 
 
 def test_silence_is_broken_now_and_then() -> None:
@@ -320,20 +317,16 @@ def test_long_answers_are_counted_once_it_is_known_what_is_usual() -> None:
     assert answers == {"answered_after_forced": 2, "answered_after_natural": MIN_ANSWERS, "long_after_forced": 1}
 
 
-def test_what_measures_entropy_is_shown() -> None:
-    said = {"entropy_backend": agent_pb2.ENTROPY_BACKEND_TORCH, "entropy_note": "CuPy is not installed"}
-    engine = engine_view(Stream(hello_fields=said).session)
-    assert (engine.entropy_backend, engine.entropy_note) == tuple(said.values())
-
-
-def test_what_is_not_known_of_thinking_is_shown() -> None:
+def test_what_an_engine_says_of_itself_is_shown() -> None:
     """A prompt counts as unread if its phase is not known although the engine knows its markers."""
+    said = {"entropy_backend": agent_pb2.ENTROPY_BACKEND_TORCH, "entropy_note": "CuPy is not installed"}
     for unknown, expected in (("", 1), ("no parser", 0)):
-        made = Stream(hello_fields={"reclaim_note": "later prompts do", "unknown_markers": unknown})
+        made = Stream(hello_fields={"reclaim_note": "later prompts do", "unknown_markers": unknown, **said})
         for slot, phase in enumerate((agent_pb2.PHASE_UNSPECIFIED, agent_pb2.PHASE_THINK, agent_pb2.PHASE_PROMPT)):
             made.say(opened=[agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", phase=phase)])
         engine = engine_view(made.session)
         assert (engine.reclaim_note, engine.unread_prompts) == ("later prompts do", expected)
+        assert (engine.entropy_backend, engine.entropy_note) == tuple(said.values())
 
 
 def test_latencies_and_thinking_are_counted_per_engine() -> None:
@@ -353,17 +346,8 @@ def test_latencies_and_thinking_are_counted_per_engine() -> None:
     for _ in range(2):
         total.add(made.session.totals)
     assert (total.output_itl.counts.sum(), total.ttot.counts.sum(), total.think_tokens.sum) == (20, 2, 80)
-
-
-def test_thinking_that_was_aborted_or_never_began_is_not_counted() -> None:
-    made = stream(policy(scheduler=EARLY))
-    made.open("aborted")
-    made.step(5)
-    made.agent.abort("aborted")
-    made.open("none", prompt=(TEXT,), answer=3)
-    made.step(5)
-    assert made.session.totals.requests == 2
-    assert made.session.totals.think_tokens.counts.sum() == 0
+    play(made, opens("aborted"), 5, aborts("aborted"), opens("none", prompt=(TEXT,), answer=3), 5, totals(requests=3))
+    assert made.session.totals.think_tokens.counts.sum() == 1, "no thinking that was aborted or never began"
 
 
 # A request with this prompt has another rank than the agent gives each request that thinks.
@@ -417,6 +401,8 @@ def test_from_shadow_to_enforced() -> None:
 
 
 def test_a_scheduler_that_is_switched_off_lifts_caps_and_goes_back_to_stock() -> None:
+    never = play(stream(policy(scheduler={"enabled": False})), opens("a"), 3)
+    assert (never.caps(), never.agent.checker.plan) == ({}, (None, 0, False, False, True))
     made = stream()
     made.open("a")
     made.open("b", own_cap=4000)
@@ -435,13 +421,6 @@ def test_a_scheduler_that_is_switched_off_lifts_caps_and_goes_back_to_stock() ->
     assert made.agent.engine.directives.active_plan() is not None
 
 
-def test_a_scheduler_that_was_never_on() -> None:
-    made = stream(policy(scheduler={"enabled": False}))
-    made.open("a")
-    assert not made.step(3).caps
-    assert made.agent.checker.plan == (None, 0, False, False, True)
-
-
 def test_memory_that_is_switched_off_takes_tiers_back() -> None:
     made = stream()
     made.open("a", think=3)
@@ -458,16 +437,6 @@ def test_memory_that_is_switched_off_takes_tiers_back() -> None:
     assert not made.step(2).tiers
     assert not made.apply(off)[-1].directives.tiers
     assert [t.slot for t in made.apply(policy())[-1].directives.tiers] == [1, 2]
-
-
-def test_the_same_policy_again_repeats_only_what_depends_on_the_policy() -> None:
-    made = stream()
-    made.open("a")
-    made.step()
-    directives = made.apply(policy())[-1].directives
-    assert not directives.caps
-    assert not directives.forces
-    assert list(directives.plan.slot) == [0]
 
 
 # ------------------------------------------------------------------------------------------------------------- views

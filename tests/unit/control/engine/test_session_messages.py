@@ -27,6 +27,12 @@ from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, step_report, stream
 
+KINDS, LONG = "message must be a report, a snapshot or a settings status", "x" * 2000
+
+
+def snapshot(*requests: Any, **fields: Any) -> agent_pb2.ConnectRequest:
+    return agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=[*requests], **fields))
+
 
 def test_a_snapshot_replaces_the_table() -> None:
     made = stream(policy(scheduler={"max_think_tokens": 900}))
@@ -62,9 +68,9 @@ def test_a_snapshot_before_the_first_policy() -> None:
     made.agent.heard()
     made.agent.engine.step = 70
     made.open("a")
-    snapshot = made.agent.snapshot()
-    assert snapshot.step == 70
-    made.agent.say(snapshot=snapshot)
+    told = made.agent.snapshot()
+    assert told.step == 70
+    made.agent.say(snapshot=told)
     made.agent.engine.tracker.take_record()
     directives = made.apply(policy())[-1].directives
     assert (directives.step, [c.slot for c in directives.caps]) == (70, [0])
@@ -74,12 +80,12 @@ def test_what_was_decided_for_another_request_is_not_shown() -> None:
     made = stream()
     made.open("a")
     made.step()
-    snapshot = agent_pb2.Snapshot(step=9, requests=[agent_pb2.RequestOpened(slot=0, request_id="b")])
-    (response,) = made.session.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), NOW)
+    said = snapshot({"slot": 0, "request_id": "b"}, step=9)
+    (response,) = made.session.on_message(said, NOW)
     (view,) = request_views(made.session)
     assert (view.request_id, view.last_decision.decision_id) == ("b", response.directives.caps[0].decision_id)
     faulted = Session("s", hello(fault="x"), NOW, parts=STREAM_PARTS)
-    faulted.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), NOW)
+    faulted.on_message(said, NOW)
     assert not request_views(faulted)[0].HasField("last_decision")
 
 
@@ -124,57 +130,28 @@ def test_a_refused_probe_is_asked_for_again_an_interval_later() -> None:
     assert asked == [at % 4 == 0 for at in range(13)]
 
 
-def test_outcomes_of_decisions_that_were_never_made() -> None:
-    made = stream()
-    made.session.on_message(step_report(outcomes=[{"decision_id": 999, "outcome": 1}]), NOW)
-    assert made.session.totals.unknown_outcomes == 1
-    assert not made.session.totals.outcomes
-
-
-def test_a_report_of_no_steps_carries_outcomes_only() -> None:
-    made = Stream()
-    made.apply(policy())
-    made.session.on_message(step_report(outcomes=[{"decision_id": 1, "outcome": 1}], steps=0, step=0), NOW)
-    assert not made.session.open_decisions
-    assert made.session.gauges is None
-
-
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
-        (
-            agent_pb2.ConnectRequest(hello=hello()),
-            "message must be a report, a snapshot or a settings status; got hello",
-        ),
-        (agent_pb2.ConnectRequest(), "message must be a report, a snapshot or a settings status; got None"),
+        (agent_pb2.ConnectRequest(hello=hello()), f"{KINDS}; got hello"),
+        (agent_pb2.ConnectRequest(), f"{KINDS}; got None"),
         (step_report(opened=[{"slot": MAX_SLOTS}]), f"step slot must be below {MAX_SLOTS}; got {MAX_SLOTS}"),
-        (
-            agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=[agent_pb2.RequestOpened(slot=2**32 - 1)])),
-            f"snapshot slot must be below {MAX_SLOTS}",
-        ),
+        (snapshot({"slot": 2**32 - 1}), f"snapshot slot must be below {MAX_SLOTS}"),
         (step_report(opened=[{}] * (MAX_SLOTS + 1)), f"step opened must have at most {MAX_SLOTS} entries; got 65537"),
         (step_report(closed=[{}] * (MAX_SLOTS + 1)), f"step closed must have at most {MAX_SLOTS} entries; got 65537"),
         (step_report(resumed=[0] * (MAX_SLOTS + 1)), f"step resumed must have at most {MAX_SLOTS} entries; got 65537"),
-        (
-            agent_pb2.ConnectRequest(
-                snapshot=agent_pb2.Snapshot(requests=[agent_pb2.RequestOpened()] * (MAX_SLOTS + 1))
-            ),
-            f"snapshot requests must have at most {MAX_SLOTS} entries; got 65537",
-        ),
+        (snapshot(*[{}] * (MAX_SLOTS + 1)), f"snapshot requests must have at most {MAX_SLOTS} entries; got 65537"),
         (step_report(tokens=agent_pb2.TokenColumns(slot=[0])), "step token columns must have one length"),
+        (step_report(joined={"slot": [0]}), "step joined columns must have one length"),
+        (step_report(continued={"slot": [0]}), "step continued columns must have one length"),
+        (step_report(preemptions={"decision_id": [1], "slot": [1]}), "step preemption columns must have one length"),
         (step_report(probes=agent_pb2.ProbeColumns(slot=[0])), "step probe columns must have one length"),
         (
-            step_report(opened=[{"slot": 0, "think_tokens": 2**32 - 1}]),
+            step_report(opened=[{"think_tokens": 2**32 - 1}]),
             "step think_tokens must be at most 2147483647; got 4294967295",
         ),
-        (
-            step_report(opened=[{"slot": 0, "request_id": "x" * 2000}]),
-            "step request_id must have at most 1024 characters; got 2000",
-        ),
-        (
-            step_report(opened=[{"slot": 0, "traceparent": "x" * 2000}]),
-            "step traceparent must have at most 1024 characters; got 2000",
-        ),
+        (step_report(opened=[{"request_id": LONG}]), "step request_id must have at most 1024 characters; got 2000"),
+        (step_report(opened=[{"traceparent": LONG}]), "step traceparent must have at most 1024 characters; got 2000"),
         (
             step_report(opened=[{"slot": 0}], tokens=tokens([(0, THINK, 0, 0.0)] * (MAX_ROWS_PER_SLOT + 1))),
             "step a slot must have at most 16384 rows in a report; got 16385",
@@ -186,11 +163,21 @@ def test_broken_messages(message: agent_pb2.ConnectRequest, complaint: str) -> N
         stream().session.on_message(message, NOW)
 
 
-def test_slots_nobody_lives_in_are_no_error() -> None:
-    made = stream()
-    far = 2**32 - 1
+def test_what_is_not_known_is_no_error() -> None:
+    """Outcomes of decisions that were never made, also in a report of no steps, and slots in which nobody lives."""
+    made, far = stream(), 2**32 - 1
+    for fields in ({}, {"steps": 0, "step": 0}):
+        made.session.on_message(step_report(outcomes=[{"decision_id": 999, "outcome": 1}], **fields), NOW)
+    assert made.session.totals.unknown_outcomes == 2
+    assert not made.session.totals.outcomes
     made.session.on_message(step_report(preempted=[far, 7], resumed=[far], closed=[{"slot": far}, {"slot": 3}]), NOW)
     assert request_views(made.session) == []
+
+
+def test_a_report_of_no_steps_has_no_gauges() -> None:
+    made = stream()
+    made.session.on_message(step_report(outcomes=[{"decision_id": 1, "outcome": 1}], steps=0, step=0), NOW)
+    assert (made.session.open_decisions, made.session.gauges) == ({}, None)
 
 
 def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
@@ -271,7 +258,7 @@ def test_every_number_of_a_report_has_bounds() -> None:
 @pytest.mark.parametrize("step", [2**53 + 1, 2**64 - 1])
 def test_a_snapshot_of_an_impossible_step_is_the_agents_fault(step: int) -> None:
     with pytest.raises(InvalidRequest, match=r"^snapshot step must be in \[.*\]; got"):
-        stream().session.on_message(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=step)), NOW)
+        stream().session.on_message(snapshot(step=step), NOW)
 
 
 @pytest.mark.parametrize(("decided_at", "applied_at"), [(10**6, 3), (3, 2**53)])
@@ -339,25 +326,15 @@ def test_the_cost_of_a_step_is_learnt_from_merged_reports_too() -> None:
 def test_merged_steps_that_do_not_fit_are_refused(wrong: dict[str, Any], error: str) -> None:
     made = stream(policy())
     made.open("a", think=0)
-    columns: dict[str, Any] = {
-        "rows": [1, 1, 2],
-        "step_time_ms": [1.0] * 3,
-        "prefill_tokens": [0] * 3,
-        "age_ms": [2.0, 1.0, 0.0],
-    }
-    merged = agent_pb2.StepColumns(**(columns | wrong))
+    columns: dict[str, Any] = {"rows": [1, 1, 2], "step_time_ms": [1.0] * 3, "prefill_tokens": [0] * 3}
+    merged = agent_pb2.StepColumns(**(columns | {"age_ms": [2.0, 1.0, 0.0]} | wrong))
     with pytest.raises(InvalidRequest, match=re.escape(error)):
         made.say(3, tokens=tokens([(0, THINK, 0, 1.0)] * 4), merged=merged)
 
 
 def test_too_many_merged_steps_are_refused_in_few_words() -> None:
     for steps, error in ((MAX_STEPS, "age_ms must be in"), (MAX_STEPS + 1, f"at most {MAX_STEPS} steps; got 4097")):
-        columns: dict[str, Any] = {
-            "rows": [0],
-            "step_time_ms": [1.0],
-            "prefill_tokens": [1],
-            "age_ms": [math.nan],
-        }
+        columns: dict[str, Any] = {"rows": [0], "step_time_ms": [1.0], "prefill_tokens": [1], "age_ms": [math.nan]}
         merged = agent_pb2.StepColumns(**{name: value * steps for name, value in columns.items()})
         with pytest.raises(InvalidRequest, match=error) as raised:
             stream().say(steps, merged=merged)
@@ -382,12 +359,9 @@ def test_of_what_an_agent_says_at_length_only_the_beginning_is_kept() -> None:
 def test_an_agent_that_settles_nothing_is_ended(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(ledger, "MAX_OPEN_DECISIONS", 4)
     made = stream()
-    opened = [agent_pb2.RequestOpened(slot=slot, request_id=str(slot)) for slot in range(9)]
-    again = {
-        "step": step_report(),
-        "snapshot": agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=opened)),
-        "freeze_status": agent_pb2.ConnectRequest(freeze_status=agent_pb2.FreezeStatus()),
-    }
+    opened = [{"slot": slot, "request_id": str(slot)} for slot in range(9)]
+    frozen = agent_pb2.ConnectRequest(freeze_status=agent_pb2.FreezeStatus())
+    again = {"step": step_report(), "snapshot": snapshot(*opened), "freeze_status": frozen}
     made.session.on_message(step_report(opened=opened), NOW)
     with pytest.raises(InvalidRequest, match=rf"{kind} must leave at most 4 decisions without an outcome; got "):
         made.session.on_message(again[kind], NOW)

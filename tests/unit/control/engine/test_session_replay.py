@@ -1,4 +1,4 @@
-"""A busy session gives each decision one outcome, agrees with its agent, and replays exactly."""
+"""A busy session gives each decision one outcome and agrees with its agent, however steps are merged."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meridian.v1 import agent_pb2, fleet_pb2
+from meridian.v1 import fleet_pb2
 
 from meridian_agent.link.messages import mergeable
-from meridian_control.capabilities.budgets.stream import EngineBudgets
-from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.enum_names import outcome_name
-from meridian_control.common.slices import at_once
-from meridian_control.engine.session import Session
 from meridian_control.fleet.status_messages import request_views
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
+from tests.unit.sessions import CALIBRATED, Stream, opens, play, stream
 
 if TYPE_CHECKING:
     from meridian_agent.core.step_record import StepRecord
@@ -28,16 +24,12 @@ BUDGET_STAGES = fleet_pb2.BudgetStage.values()[1:]
 
 
 def test_close_settles_what_is_open() -> None:
-    made = stream()
-    made.open("a")
-    made.step()
-    assert made.session.open_decisions
-    opened = [d.decision_id for d in made.session.open_decisions.values()]
+    made = play(stream(), opens("a"), 1)
+    opened = len(made.session.open_decisions)
     made.session.close(made.now)
-    totals = made.session.totals
-    assert not made.session.open_decisions
-    assert totals.outcomes["agent_off"] == len(opened)
-    assert sum(totals.outcomes.values()) == sum(totals.decisions.values())
+    counted = made.session.totals
+    assert (made.session.open_decisions, counted.outcomes["agent_off"]) == ({}, opened)
+    assert sum(counted.outcomes.values()) == sum(counted.decisions.values()) > 0
 
 
 def busy(seed: int) -> Stream:
@@ -80,9 +72,14 @@ def busy(seed: int) -> Stream:
     return made
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_every_decision_has_one_outcome(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_both_sides_count_alike_and_every_decision_has_one_outcome(seed: int) -> None:
     made = busy(seed)
+    seen = {r.request_id: (r.slot, int(r.phase), r.think_tokens, r.output_tokens) for r in request_views(made.session)}
+    assert seen == {
+        name: (tr.slot, int(tr.state.phase), tr.state.think_tokens, tr.state.output_tokens)
+        for name, tr in made.agent.engine.live.items()
+    }
     for name in list(made.agent.engine.live):
         made.agent.abort(name)
     made.step(2)
@@ -97,36 +94,6 @@ def test_every_decision_has_one_outcome(seed: int) -> None:
     assert kinds == decided
     assert made.session.totals.decisions["force/operator"]
     assert set(kinds) == {"cap", "force", "plan", "tier", "probe"}
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_both_sides_count_alike(seed: int) -> None:
-    made = busy(seed)
-    seen = {r.request_id: (r.slot, int(r.phase), r.think_tokens, r.output_tokens) for r in request_views(made.session)}
-    assert seen == {
-        name: (tr.slot, int(tr.state.phase), tr.state.think_tokens, tr.state.output_tokens)
-        for name, tr in made.agent.engine.live.items()
-    }
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_recorded_stream_replays_exactly(seed: int) -> None:
-    recorded = busy(seed)
-    session = Session("s", agent_pb2.Hello.FromString(recorded.hello.SerializeToString()), NOW, parts=STREAM_PARTS)
-    replayed = []
-    for now, message in recorded.trace:
-        if isinstance(message, tuple):
-            replayed += session.on_policy(*message)
-        elif isinstance(message, dict):
-            at_once(session.part(EngineBudgets).set_stages(message))
-        elif isinstance(message, str):
-            ended = session.on_end_thinking(message, "", now)
-            replayed += ended.responses if ended is not None else []
-        else:
-            copy = agent_pb2.ConnectRequest.FromString(message.SerializeToString())
-            replayed += session.on_message(copy, now)
-    assert [r.SerializeToString() for r in replayed] == [r.SerializeToString() for r in recorded.responses]
-    assert len(replayed) > 50
 
 
 @settings(max_examples=15)

@@ -13,7 +13,7 @@ from meridian_control.offline.policy_replay import RESERVE
 from tests.fakes.agent import hello
 from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy
-from tests.unit.sessions import Stream, stream
+from tests.unit.sessions import Stream, opens, play, stream
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
@@ -35,32 +35,28 @@ def shadows(made: Stream) -> dict[str, tuple[int, ...]]:
     return {r.reason: (r.would_end, r.would_end_think_tokens, r.saved_tokens) for r in rows}
 
 
-def test_an_end_by_the_reserve_is_counted_logged_and_explained_as_such() -> None:
-    made = stream(with_reserve(14))
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (14, "answer_reserve_tokens: 14 of 60 tokens are left for the answer"),
+        (50, "50 tokens do not fit, 14 of 60 are left"),
+    ],
+)
+def test_an_end_by_the_reserve_is_counted_logged_and_explained_as_such(tokens: int, says: str) -> None:
+    made = stream(with_reserve(tokens))
     made.open("a", answer=3, max_tokens=60)
-    assert caps(made.step()) == [(100, 14, False)]
+    assert caps(made.step()) == [(100, tokens, False)]
     made.step(70)
     assert made.session.totals.ends == {RESERVE: 1}
     assert made.session.totals.settled["cap", "applied"] == 1
     assert made.session.totals.below_cap == {}, "no rule saved these tokens"
-    (life,) = made.log.find("a", "")
-    assert life is not None
-    (end,) = (e for e in life.events if getattr(e, "kind", "") == "think_end")
-    assert (end.detail, end.think_tokens) == (RESERVE, 45)  # type: ignore[union-attr]
+    (end,) = (event for event in made.life("a").events if event.kind == "think_end")
+    assert (end.detail, end.think_tokens) == (RESERVE, 45)
     (cap,) = made.log.decisions(lambda d: d.kind == "cap", None)
     assert (cap.outcome, cap.outcome_think_tokens) == (agent_pb2.OUTCOME_APPLIED, 45)
-    assert cap.detail == "answer_reserve_tokens: 14 of 60 tokens are left for the answer"
-    assert ("answer_reserve_tokens", 14, "=", "scheduler.answer_reserve_tokens", 14) in compared(cap)
+    assert says in cap.detail
+    assert ("answer_reserve_tokens", tokens, "=", "scheduler.answer_reserve_tokens", tokens) in compared(cap)
     assert made.balanced()
-
-
-def test_the_outcome_of_a_reserve_that_cannot_fit_says_so_with_both_numbers() -> None:
-    made = stream(with_reserve(50))
-    made.open("a", answer=3, max_tokens=60)
-    made.step(70)
-    (cap,) = made.log.decisions(lambda d: d.kind == "cap", None)
-    assert "50 tokens do not fit, 14 of 60 are left" in cap.detail
-    assert made.session.totals.ends == {RESERVE: 1}
 
 
 def test_an_end_of_an_unknown_request_is_counted_by_its_flags() -> None:
@@ -87,13 +83,6 @@ def test_another_reserve_is_told_and_an_equal_one_is_not() -> None:
     assert (made.agent.engine.live["a"].reserve_tokens, int(table.answer_reserve_tokens[0])) == (0, 0)
 
 
-def test_by_default_only_chats_have_a_reserve() -> None:
-    made = stream(policy(scheduler=PLAIN))
-    made.open("chat", chat=True)
-    made.open("completion")
-    assert caps(made.step()) == [(100, 256, False), (100, 0, False)]
-
-
 def test_overrides_choose_the_reserve_of_a_request() -> None:
     overrides = [
         {"effort": "high", "scheduler": {"answer_reserve_tokens": 40}},
@@ -104,27 +93,27 @@ def test_overrides_choose_the_reserve_of_a_request() -> None:
     made.open("high", effort="high")
     made.open("batch", effort="high", tenant="batch")
     assert caps(made.step()) == [(100, 10, False), (100, 40, False), (100, 0, False)]
+    made = play(stream(policy(scheduler=PLAIN)), opens("chat", chat=True), opens("completion"))
+    assert caps(made.step()) == [(100, 256, False), (100, 0, False)], "by default only chats have one"
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "tokens"),
-    [({}, 30), ({"shadow": True}, 0), ({"enabled": False}, 0), ({"answer_reserve_tokens": 0}, 0)],
+    ("scheduler", "tokens", "sleeps"),
+    [
+        ({}, 30, "chat"),
+        ({"shadow": True}, 0, ""),
+        ({"enabled": False}, 0, ""),
+        ({"answer_reserve_tokens": 0, "answer_only_stops": "none"}, 0, "none"),
+    ],
 )
-def test_settings_carry_the_reserve_with_the_cap(scheduler: dict[str, Any], tokens: int) -> None:
+def test_settings_carry_the_reserve_and_whose_stops_sleep(scheduler: dict[str, Any], tokens: int, sleeps: str) -> None:
+    assert settings(1, 1, policy(scheduler=scheduler), hello()).answer_only_stops == sleeps
     told = settings(1, 1, with_reserve(30, **scheduler), hello())
     assert (told.answer_reserve_tokens, told.chat_answer_reserve_tokens) == (tokens, 0)
     told = settings(1, 1, with_reserve(30, answer_reserve_for="chat", **scheduler), hello())
     assert (told.answer_reserve_tokens, told.chat_answer_reserve_tokens) == (0, tokens)
     can_not = hello(capabilities=agent_pb2.Capabilities(dispatch=True))
     assert settings(1, 1, with_reserve(30), can_not).answer_reserve_tokens == 0
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "told"),
-    [({}, "chat"), ({"answer_only_stops": "none"}, "none"), ({"shadow": True}, ""), ({"enabled": False}, "")],
-)
-def test_settings_say_whose_stops_sleep(scheduler: dict[str, Any], told: str) -> None:
-    assert settings(1, 1, policy(scheduler=scheduler), hello()).answer_only_stops == told
 
 
 def test_without_a_reserve_nothing_on_the_wire_differs() -> None:

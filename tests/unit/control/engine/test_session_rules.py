@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -14,7 +14,12 @@ from tests.fakes.agent import Script
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
+from tests.unit.sessions import CALIBRATED, EARLY, Stream, opens, play, stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.unit.sessions import Act
 
 # ----------------------------------------------------------------------------------------------------------- overrides
 
@@ -61,33 +66,40 @@ def test_unknown_efforts_get_the_defaults_and_are_counted_once() -> None:
     assert (ungoverned.session.totals.requests, ungoverned.session.totals.unknown_efforts) == (1, 0)
 
 
-def test_overrides_are_gone_over_again_with_a_new_policy() -> None:
-    made = stream(policy(scheduler=EARLY, override=[LOW]))
-    made.open("low", effort="low")
-    made.step()
-    made.apply(policy(scheduler=EARLY, override=[{**LOW, "scheduler": {"max_think_tokens": 9}}]))
-    assert caps_of(made) == {"low": 9}
-    made.apply(policy(scheduler=EARLY))
-    assert caps_of(made) == {"low": 32768}
+def capped(**caps: int) -> Callable[[Stream], None]:
+    """Assert the caps of all requests."""
+
+    def check(made: Stream) -> None:
+        assert caps_of(made) == caps
+
+    return check
 
 
-def test_overrides_of_requests_that_a_snapshot_brings() -> None:
-    made = stream(policy(scheduler=EARLY, override=[LOW]))
+def comes_in_a_snapshot(made: Stream) -> None:
     made.agent.open("low", Script(1000, 1000), effort="low")
     made.agent.say(snapshot=made.agent.snapshot())
     made.agent.engine.take()
     made.pump()
-    made.step()
-    assert caps_of(made) == {"low": 7}
 
 
-def test_engine_labels_choose_overrides() -> None:
-    limited = {"engine_labels": {"pool": "batch"}, "scheduler": {"max_think_tokens": 5}}
-    for labels, cap in (({"pool": "batch"}, 5), ({"pool": "chat"}, 32768), ({}, 32768)):
-        made = stream(policy(scheduler=EARLY, override=[limited]), hello_fields={"labels": labels})
-        made.open("a")
-        made.step()
-        assert caps_of(made) == {"a": cap}
+POOL = {"engine_labels": {"pool": "batch"}, "scheduler": {"max_think_tokens": 5}}
+LOWER = policy(scheduler=EARLY, override=[{**LOW, "scheduler": {"max_think_tokens": 9}}])
+OVERRIDDEN: dict[str, tuple[list[dict[str, Any]], dict[str, str], tuple[Act, ...]]] = {
+    "gone over again with a new policy": (
+        [LOW],
+        {},
+        (opens("low", effort="low"), 1, LOWER, capped(low=9), policy(scheduler=EARLY), capped(low=32768)),
+    ),
+    "of requests that a snapshot brings": ([LOW], {}, (comes_in_a_snapshot, 1, capped(low=7))),
+    "of the engine's labels": ([POOL], {"pool": "batch"}, (opens("a"), 1, capped(a=5))),
+    "of other labels": ([POOL], {"pool": "chat"}, (opens("a"), 1, capped(a=32768))),
+    "without labels": ([POOL], {}, (opens("a"), 1, capped(a=32768))),
+}
+
+
+@pytest.mark.parametrize(("overrides", "labels", "acts"), OVERRIDDEN.values(), ids=OVERRIDDEN)
+def test_overrides(overrides: list[dict[str, Any]], labels: dict[str, str], acts: tuple[Act, ...]) -> None:
+    play(stream(policy(scheduler=EARLY, override=overrides), hello_fields={"labels": labels}), *acts)
 
 
 def test_a_requests_own_floor_holds_the_rules_back_but_not_the_cap() -> None:
@@ -140,32 +152,23 @@ def test_combinations_of_overrides_are_forgotten_with_their_requests() -> None:
 # ------------------------------------------------------------------------------------------------------- empty answers
 
 
-def test_the_cap_of_a_request_whose_answer_would_be_empty_is_extended_once() -> None:
-    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
+@pytest.mark.parametrize(
+    ("extension", "empty", "probes", "caps"),
+    [(30, True, 2, {"a": 130, "own": 90}), (30, False, 2, {"a": 100, "own": 90}), (0, True, 0, {"a": 100, "own": 90})],
+)
+def test_the_cap_of_a_request_whose_answer_would_be_empty_is_extended_once(
+    extension: int, empty: bool, probes: int, caps: dict[str, int]
+) -> None:
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": extension}
     made = stream(policy(scheduler=limits, entropy={"enabled": False}))
-    made.agent.empty_answer = True
-    made.open("empty")
+    made.agent.empty_answer = empty
+    made.open("a")
     made.open("own", own_cap=90)
-    asked = made.step(99)
-    assert len(asked.probes) == 2
-    assert caps_of(made) == {"empty": 130, "own": 90}
+    assert len(made.step(99).probes) == probes
+    assert {**caps_of(made), "own": 90} == caps
     made.step(60)
-    assert made.session.totals.decisions["probe"] == 2
-    assert made.session.totals.ends["hard_cap"] == 2
+    assert (made.session.totals.decisions["probe"], made.session.totals.ends["hard_cap"]) == (probes, 2)
     assert made.balanced()
-
-
-def test_caps_are_left_alone_when_the_answer_is_not_empty() -> None:
-    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
-    made = stream(policy(scheduler=limits, entropy={"enabled": False}))
-    made.open("a")
-    made.step(99)
-    assert caps_of(made) == {"a": 100}
-    made = stream(policy(scheduler={**limits, "empty_answer_extension_tokens": 0}, entropy={"enabled": False}))
-    made.agent.empty_answer = True
-    made.open("a")
-    assert not made.step(99).probes
-    assert caps_of(made) == {"a": 100}
 
 
 def test_no_rule_ends_thinking_into_an_empty_answer() -> None:
@@ -270,15 +273,13 @@ def test_thinking_is_limited_and_released() -> None:
     for name in "efg":
         made.open(name)
         made.step(10)
-    plan = made.agent.checker.plan
-    assert plan is not None
-    assert 1 <= plan[0] <= 4, "7 thinking and 1 answering take 42 ms, twice the answers' budget"
-    assert plan[1] >= 1
+    in_force = made.agent.checker
+    assert in_force.plan is not None
+    assert 1 <= in_force.plan[0] <= 4, "7 thinking and 1 answering take 42 ms, twice the answers' budget"
+    assert in_force.plan[1] >= 1
     made.agent.step_cost_ms = 1.0, 0.1
     made.step(400)
-    plan = made.agent.checker.plan
-    assert plan is not None
-    assert plan[:2] == (None, 0)
+    assert in_force.plan[:2] == (None, 0)
 
 
 @pytest.mark.parametrize("strategy", ["output_first", "deadline", "reasoning_first", "stock"])
@@ -297,23 +298,15 @@ def test_strategies_change_live(strategy: str) -> None:
     assert {"output_first": a > b, "deadline": a > b, "reasoning_first": a < b, "stock": True}[strategy]
 
 
-def test_admission_is_held_while_an_answer_waits_for_memory() -> None:
-    made = stream(hello_fields={"num_blocks": 1})
+@pytest.mark.parametrize("shadow", [False, True])
+def test_admission_is_held_while_an_answer_waits_for_memory(shadow: bool) -> None:
+    made = stream(policy(kv_memory={"shadow": shadow}), hello_fields={"num_blocks": 1})
     made.open("answer", prompt=[1, 2])
     made.open("thought", prompt=[*range(40, 50), 1])
-    assert not made.step(2).plan.hold_admission
+    told = made.step(2)
+    assert ([tier.shadow for tier in told.tiers], told.plan.hold_admission) == ([shadow], False)
     made.agent.preempt("answer")
-    assert made.step().plan.hold_admission
+    assert made.step(3).plan.hold_admission is not shadow
     made.agent.preempt("answer", waits=False)
     made.step()
-    assert made.agent.checker.plan is not None
-    assert made.agent.checker.plan[2] is False
-
-
-def test_a_shadowed_memory_policy_does_not_hold_admission() -> None:
-    made = stream(policy(kv_memory={"shadow": True}), hello_fields={"num_blocks": 1})
-    made.open("answer", prompt=[1, 2])
-    made.open("thought", prompt=[*range(40, 50), 1])
-    assert [t.shadow for t in made.step().tiers] == [True]
-    made.agent.preempt("answer")
-    assert not made.step(3).plan.hold_admission
+    assert shadow or (made.agent.checker.plan is not None and made.agent.checker.plan[2] is False)

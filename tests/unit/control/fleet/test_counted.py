@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,7 +13,11 @@ from meridian_control.fleet.departed import FORGET_AFTER_S
 from meridian_control.fleet.fleet import Fleet
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, stream
+from tests.unit.sessions import CALIBRATED, EARLY, opens, play, preempts, stream, totals
+
+if TYPE_CHECKING:
+    from meridian_control.policy.model import Policy
+    from tests.unit.sessions import Act
 
 
 @pytest.mark.parametrize("shadow", [False, True])
@@ -28,8 +33,40 @@ def test_outcomes_by_what_was_decided(shadow: bool) -> None:
     assert by_outcome == made.session.totals.outcomes
 
 
+CAPPED = EARLY | {"max_think_tokens": 600}
+COUNTED: dict[str, tuple[Policy, tuple[Act, ...]]] = {
+    "nothing is left to a cap that ended the thinking": (
+        policy(scheduler=EARLY | {"max_think_tokens": 6}),
+        (opens("a"), 10, totals(ends={"hard_cap": 1}, below_cap={})),
+    ),
+    "nor to a cap in shadow": (
+        policy(scheduler=CAPPED | {"shadow": True}, entropy=CALIBRATED),
+        (opens("a"), 20, totals(ends={"eat": 1}, below_cap={})),
+    ),
+    "preemptions by phase": (
+        policy(),
+        (
+            *(opens("thinks"), opens("answers", 2), 5, preempts("thinks"), preempts("answers"), 1),
+            *(preempts("thinks", waits=False), 1, preempts("thinks"), 1, totals(preempted={"think": 2, "output": 1})),
+        ),
+    ),
+    "nothing saved where no rule in shadow would have ended a request": (
+        policy(entropy={"shadow": True}),
+        (
+            *(opens("a", 5), 10, totals(shadow_saved={("entropy", "any"): 0, ("loop", "any"): 0})),
+            totals(shadow_think_tokens={"entropy": 5, "loop": 5}),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "acts"), COUNTED.values(), ids=COUNTED)
+def test_what_is_counted(first: Policy, acts: tuple[Act, ...]) -> None:
+    play(stream(first), *acts)
+
+
 def test_thinking_tokens_left_to_the_cap() -> None:
-    made = stream(policy(scheduler=EARLY | {"max_think_tokens": 600}, entropy=CALIBRATED))
+    made = stream(policy(scheduler=CAPPED, entropy=CALIBRATED))
     slot = made.open("a")
     made.step(20)
     ended = int(made.session.table.think_tokens[slot])
@@ -37,55 +74,16 @@ def test_thinking_tokens_left_to_the_cap() -> None:
     assert made.session.totals.below_cap == {"eat": 600 - ended}
 
 
-def test_nothing_is_left_to_a_cap_that_ended_the_thinking_or_was_only_shadowed() -> None:
-    made = stream(policy(scheduler=EARLY | {"max_think_tokens": 6}))
-    made.open("a")
-    made.step(10)
-    assert made.session.totals.ends == {"hard_cap": 1}
-    assert not made.session.totals.below_cap
-    shadowed = stream(policy(scheduler=EARLY | {"max_think_tokens": 600, "shadow": True}, entropy=CALIBRATED))
-    shadowed.open("a")
-    shadowed.step(20)
-    assert shadowed.session.totals.ends == {"eat": 1}
-    assert not shadowed.session.totals.below_cap
-
-
-def test_preemptions_by_phase() -> None:
-    made = stream()
-    made.open("thinks")
-    made.open("answers", think=2)
-    made.step(5)
-    for name in ("thinks", "answers"):
-        made.agent.preempt(name)
-    made.step()
-    made.agent.preempt("thinks", waits=False)
-    made.step()
-    made.agent.preempt("thinks")
-    made.step()
-    assert made.session.totals.preempted == {"think": 2, "output": 1}
-
-
 def test_the_age_of_a_decision_when_it_was_applied() -> None:
-    made = stream()
-    made.open("a")
-    made.step(4)
-    staleness = made.session.totals.staleness_steps
-    applied = made.session.totals.settled["plan", "applied"]
-    assert applied > 0
-    assert staleness.counts.tolist() == [applied, *[0] * (len(staleness.counts) - 1)], "each applied a step later"
-
-
-def test_the_age_of_what_waits_for_its_place_is_not_counted() -> None:
-    made = stream(policy())
-    made.open("a", think=5, answer=5)
-    made.step(40)
-    settled = made.session.totals.settled
-    assert settled["tier", "applied"] == 1, "a tier is applied when its request ends"
-    assert made.session.totals.staleness_steps.counts.sum() == settled["plan", "applied"]
+    """The age of what waits for its place is not counted: a tier is applied when its request ends."""
+    made = play(stream(), opens("a", 5, 5), 40)
+    settled, staleness = made.session.totals.settled, made.session.totals.staleness_steps
+    assert (settled["tier", "applied"], settled["plan", "applied"] > 0) == (1, True)
+    assert staleness.counts.tolist() == [settled["plan", "applied"], *[0] * (len(staleness.counts) - 1)]
 
 
 def test_totals_add_up() -> None:
-    made = stream(policy(scheduler=EARLY | {"max_think_tokens": 600}, entropy=CALIBRATED))
+    made = stream(policy(scheduler=CAPPED, entropy=CALIBRATED))
     made.open("a")
     made.step(20)
     made.agent.preempt("a")
@@ -100,7 +98,7 @@ def test_totals_add_up() -> None:
 
 
 def test_tokens_that_rules_in_shadow_would_have_saved() -> None:
-    made = stream(policy(scheduler=EARLY | {"max_think_tokens": 600}, entropy=CALIBRATED | {"shadow": True}))
+    made = stream(policy(scheduler=CAPPED, entropy=CALIBRATED | {"shadow": True}))
     made.agent.eat_nats = 0.01
     made.open("a", think=30)
     made.step(40)
@@ -111,14 +109,6 @@ def test_tokens_that_rules_in_shadow_would_have_saved() -> None:
     assert made.session.totals.shadow_think_tokens == {"entropy": 30, "loop": 30}
     made.apply(policy(entropy=CALIBRATED))
     assert made.session.totals.shadow_saved == saved, "unlike the comparison, the counter goes on under a new policy"
-
-
-def test_a_request_that_no_rule_in_shadow_would_have_ended_counts_as_nothing_saved() -> None:
-    made = stream(policy(entropy={"shadow": True}))
-    made.open("a", think=5)
-    made.step(10)
-    assert made.session.totals.shadow_saved == {("entropy", "any"): 0, ("loop", "any"): 0}
-    assert made.session.totals.shadow_think_tokens == {"entropy": 5, "loop": 5}
 
 
 def test_counters_do_not_fall_while_a_replaced_stream_has_not_ended() -> None:

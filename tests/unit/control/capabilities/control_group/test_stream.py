@@ -23,7 +23,7 @@ from meridian_control.policy.shortening_kinds import ENTROPY, without
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
+from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, aborts, opens, play, stream
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # EAT below 0.1 nats twice in a row ends thinking.
 RULES = {**CALIBRATED, "eat_warmup_samples": 2, "eat_probe_placement": "anywhere"}
 HALF = policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5})
+OTHER = policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5, "ema_alpha": 0.9})
 CONTROL, TREATED = (
     next(name for name in map(str, range(100)) if held_out(name, 0.5) == is_control) for is_control in (True, False)
 )
@@ -56,14 +57,8 @@ def test_the_group_has_its_share_and_contains_each_smaller_group() -> None:
     assert 300 < len(small) < 500
     assert 5_700 < len(large) < 6_300
     assert not any(held_out(i, 0.0) for i in ids)
-
-
-def test_the_hash_does_not_change() -> None:
-    """Replicas of different versions must agree."""
-    assert [number for number in range(200) if held_out(f"request-{number}", 0.02)] == KNOWN
-
-
-KNOWN = [185]
+    # The hash does not change, because replicas of different versions must agree.
+    assert [number for number in range(200) if held_out(f"request-{number}", 0.02)] == [185]
 
 
 def test_rules_only_shadow_the_control_group() -> None:
@@ -105,18 +100,9 @@ def test_a_request_stays_in_its_arm_on_another_replica() -> None:
 
 
 def test_explain_says_so_once() -> None:
-    made = stream(HALF)
-    made.open(CONTROL)
-    made.step(3)
-    made.apply(policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5, "ema_alpha": 0.9}))
-    (life,) = made.log.find(CONTROL, "")
-    assert life is not None
-    assert [event.kind for event in life.events if event.kind == "control_group"] == ["control_group"]
-    made.open(TREATED)
-    made.step(3)
-    (life,) = made.log.find(TREATED, "")
-    assert life is not None
-    assert not any(event.kind == "control_group" for event in life.events)
+    made = play(stream(HALF), opens(CONTROL), 3, OTHER, opens(TREATED), 3)
+    for name, told in ((CONTROL, ["control_group"]), (TREATED, [])):
+        assert [event.kind for event in made.life(name).events if event.kind == "control_group"] == told
 
 
 @pytest.mark.parametrize("entropy", [{"holdout_share": 0.0}, {"shadow": True}, {"enabled": False}])
@@ -143,15 +129,11 @@ def test_overrides_decide_for_whom_rules_are_in_force() -> None:
     assert made.session.table.counted[slots].tolist() == [True, True, False]
 
 
-def test_a_policy_in_shadow() -> None:
-    rules = policy(entropy={"shadow": False}, override=[{"tenant": "a", "entropy": {"shadow": False}}, {"tenant": "b"}])
-    made = without(rules, ENTROPY)
-    assert made == policy(
-        entropy={"shadow": True}, override=[{"tenant": "a", "entropy": {"shadow": True}}, {"tenant": "b"}]
-    )
-
-
-def test_rules_that_are_withdrawn_do_not_come_back_under_pressure() -> None:
+def test_rules_are_withdrawn_from_overrides_and_pressure_too() -> None:
+    here, elsewhere = {"tenant": "a", "entropy": {"shadow": False}}, {"tenant": "b"}
+    rules = policy(entropy={"shadow": False}, override=[here, elsewhere])
+    shadowed = [{"tenant": "a", "entropy": {"shadow": True}}, elsewhere]
+    assert without(rules, ENTROPY) == policy(entropy={"shadow": True}, override=shadowed)
     busy = {"name": "busy", "ttft_p99_ms": 1.0, "shadow": False}
     for shadow in (False, True):
         rules = policy(entropy={"shadow": shadow}, pressure=[{**busy, "entropy_in_force": True}])
@@ -238,53 +220,33 @@ def test_harm_of_a_rule_without_probes_is_not_measured() -> None:
     assert not told.HasField("harm_ratio")
 
 
-def test_aborts_lengths_and_reentries() -> None:
+def test_aborts_and_lengths() -> None:
     made = stream(HALF)
     made.agent.eat_nats = 3.0
-    made.open(CONTROL)
-    made.open(TREATED)
-    made.step(5)
-    made.agent.abort(CONTROL)
+    play(made, opens(CONTROL), opens(TREATED), 5, aborts(CONTROL))
     made.agent.engine.finish(TREATED, agent_pb2.FINISH_REASON_LENGTH)
     made.step(2)
     told = counts(made)
     assert (told.control.aborts, told.control.lengths, told.treated.aborts, told.treated.lengths) == (1, 0, 0, 1)
     assert (told.control.answers, told.treated.answers, told.judged) == (0, 0, 0)
     assert told.treated.think_tokens == 5
-
-
-def test_an_abort_that_may_be_a_stop_string_is_no_harm() -> None:
-    """Agents of 0.3.0 report stop strings and disconnects alike."""
-    made = stream(HALF)
-    made.agent.eat_nats = 3.0
-    made.open(CONTROL)
-    made.open(TREATED)
-    made.step(5)
-    for name in (CONTROL, TREATED):
-        made.agent.engine.finish(name, agent_pb2.FINISH_REASON_ABORT)
+    # Agents of 0.3.0 report stop strings and disconnects alike.
+    play(made, opens(f"0{CONTROL}"), 5)
+    made.agent.engine.finish(f"0{CONTROL}", agent_pb2.FINISH_REASON_ABORT)
     made.step(2)
-    told = counts(made)
-    assert (told.control.requests, told.treated.requests) == (1, 1)
-    assert (told.control.aborts, told.treated.aborts) == (0, 0)
+    both = counts(made)
+    assert both.control.requests + both.treated.requests == 3
+    assert (both.control.aborts, both.treated.aborts) == (1, 0), "it may be a stop string"
 
 
-def test_requests_of_other_rules_do_not_count() -> None:
-    made = stream(HALF)
-    made.open(CONTROL, think=10)
-    made.step(5)
-    made.apply(policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5, "ema_alpha": 0.9}))
+def test_requests_count_for_the_rules_under_which_they_thought() -> None:
+    made = play(stream(HALF), opens(CONTROL, 10), 5, OTHER)
     assert not made.session.table.counted.any()
-    made.apply(policy(scheduler=EARLY, entropy={**RULES, "holdout_share": 0.5}))
+    made.apply(HALF)
     assert not made.session.table.counted.any(), "the request has thought under other rules meanwhile"
-
-
-def test_a_revision_with_the_same_rules_goes_on_counting() -> None:
-    made = stream(HALF)
-    made.open(CONTROL, think=10, answer=1)
-    made.step(5)
-    made.apply(HALF.model_copy(update={"telemetry": HALF.telemetry.model_copy(update={"report_interval_steps": 2})}))
-    made.step(20)
-    assert (counts(made).since_revision, counts(made).control.requests) == (1, 1)
+    same = HALF.model_copy(update={"telemetry": HALF.telemetry.model_copy(update={"report_interval_steps": 2})})
+    made = play(stream(HALF), opens(CONTROL, 10, 1), 5, same, 20)
+    assert (counts(made).since_revision, counts(made).control.requests) == (1, 1), "the rules are the same"
 
 
 def test_requests_of_a_frozen_engine_do_not_count() -> None:

@@ -11,8 +11,6 @@ from meridian_control.capabilities.entropy.probes import probes_due
 from meridian_control.capabilities.entropy.rule import ends
 from meridian_control.journal.messages import decision_message
 from meridian_control.policy.effects import hold_ms
-from meridian_control.policy.needed_capabilities import missing
-from tests.fakes.agent import hello
 from tests.fakes.tables import policy, table, thinking
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED, counts
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
@@ -28,34 +26,29 @@ ONLY = CALIBRATED | {"eat_level_threshold_nats": 0.0, "give_up_tokens": 12, "giv
 # ------------------------------------------------------------------------------------------------------------- the rule
 
 
-def test_it_fires_and_zero_tokens_switch_it_off() -> None:
-    rows = table(UNDECIDED)
-    assert ends(policy(entropy=RULE), rows) == [(0, GIVE_UP)]
-    assert ends(policy(entropy=RULE | {"give_up_tokens": 2001}), rows) == []
-    assert ends(policy(entropy=RULE | {"give_up_eat_nats": 1.01}), rows) == []
-    assert ends(policy(entropy=RULE | {"give_up_tokens": 0}), rows) == []
-    assert ends(policy(entropy=RULE | {"enabled": False}), rows) == []
-
-
 @pytest.mark.parametrize(
-    "changed",
+    ("fields", "changed", "fires"),
     [
-        {"eat_think_tokens": 1999},
-        {"eat_ema_nats": 0.99},
-        {"eat_count": 19},
-        {"phase": agent_pb2.PHASE_OUTPUT},
-        {"end_decided": EAT},
-        {"live": False},
-        {"own_min_think_tokens": 2004},
+        ({}, {}, True),
+        ({"give_up_tokens": 2001}, {}, False),
+        ({"give_up_eat_nats": 1.01}, {}, False),
+        ({"give_up_tokens": 0}, {}, False),
+        ({"enabled": False}, {}, False),
+        ({}, {"eat_think_tokens": 1999}, False),
+        ({}, {"eat_ema_nats": 0.99}, False),
+        ({}, {"eat_count": 19}, False),
+        ({}, {"phase": agent_pb2.PHASE_OUTPUT}, False),
+        ({}, {"end_decided": EAT}, False),
+        ({}, {"live": False}, False),
+        ({}, {"own_min_think_tokens": 2004}, False),
+        ({"floor": 2003}, {}, True),
+        ({"floor": 2004}, {}, False),
     ],
 )
-def test_it_does_not_fire(changed: dict[str, Any]) -> None:
-    assert ends(policy(entropy=RULE), table(UNDECIDED | changed)) == []
-
-
-def test_the_floor_of_the_policy_holds() -> None:
-    assert ends(policy(entropy=RULE, scheduler={"min_think_tokens": 2004}), table(UNDECIDED)) == []
-    assert ends(policy(entropy=RULE, scheduler={"min_think_tokens": 2003}), table(UNDECIDED)) == [(0, GIVE_UP)]
+def test_where_it_fires(fields: dict[str, Any], changed: dict[str, Any], fires: bool) -> None:
+    entropy = RULE | fields
+    held = policy(scheduler={"min_think_tokens": entropy.pop("floor", 512)}, entropy=entropy)
+    assert ends(held, table(UNDECIDED | changed)) == [(0, GIVE_UP)] * fires
 
 
 def test_it_comes_after_the_other_entropy_rules_and_before_soft_close() -> None:
@@ -76,12 +69,6 @@ def test_either_shadow_lets_the_request_think_on(shadow: dict[str, bool]) -> Non
     sent = made.step(60)
     assert [(f.reason, f.shadow) for f in sent.forces] == [(GIVE_UP, bool(shadow))]
     assert made.session.totals.ends == ({"give_up_shadowed": 1, "natural": 1} if shadow else {"give_up": 1})
-
-
-def test_it_is_in_shadow_by_default() -> None:
-    asked = policy(entropy={"shadow": False, "give_up_tokens": 1, "eat_level_threshold_nats": 0.0, "rpdi_threshold": 0})
-    assert asked.entropy.give_up_shadow
-    assert missing(asked, hello(capabilities=agent_pb2.Capabilities())) == ""
 
 
 # ------------------------------------------------------------------------------------------------------------- sessions

@@ -36,85 +36,6 @@ def test_the_cap_is_the_requests_wish_clamped_by_policy(own: int | None, limit: 
     assert cap(SchedulerPolicy(max_think_tokens=limit, min_think_tokens=0), opened) == expected
 
 
-# ------------------------------------------------------------------------------------------------------------- EAT
-
-
-def test_eat_fires() -> None:
-    assert ends(policy(), table(CONVERGED)) == [(0, EAT)]
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"think_tokens": 511},
-        {"eat_count": 19},
-        {"eat_ema_variance": 1e-4},
-        {"eat_ema_nats": 0.1},
-        {"phase": OUTPUT},
-        {"phase": PROMPT},
-        {"end_decided": True},
-        {"live": False},
-    ],
-)
-def test_eat_does_not_fire(changed: dict[str, Any]) -> None:
-    assert ends(policy(), table(CONVERGED | changed)) == []
-
-
-@pytest.mark.parametrize(
-    ("section", "fields", "row"),
-    [
-        ("scheduler", {"min_think_tokens": 100}, {"think_tokens": 100}),
-        ("entropy", {"eat_warmup_samples": 8}, {"eat_count": 8}),
-        ("entropy", {"eat_ema_variance_threshold": 0.5}, {"eat_ema_variance": 0.4}),
-        ("entropy", {"eat_level_threshold_nats": 2.0}, {"eat_ema_nats": 1.9}),
-    ],
-)
-def test_each_field_of_the_eat_rule_has_an_effect(section: str, fields: dict[str, Any], row: dict[str, Any]) -> None:
-    rows = table(CONVERGED | row)
-    assert ends(policy(), rows) == []
-    assert ends(policy(**{section: fields}), rows) == [(0, EAT)]
-
-
-def test_thresholds_of_zero_never_fire() -> None:
-    flat = table(CONVERGED | {"eat_ema_variance": 0.0, "eat_ema_nats": 0.0})
-    assert ends(policy(entropy={"eat_ema_variance_threshold": 0}), flat) == []
-    assert ends(policy(entropy={"eat_level_threshold_nats": 0}), flat) == []
-
-
-def test_no_sample_no_end() -> None:
-    assert ends(policy(entropy={"eat_warmup_samples": 1}), table(thinking(think_tokens=9999))) == []
-
-
-# ------------------------------------------------------------------------------------------------------------ RPDI
-
-
-def test_rpdi_fires() -> None:
-    assert ends(policy(), table(DERAILED)) == [(0, RPDI)]
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"entropy_window_sum": 2.0 * WINDOW},
-        {"entropy_count": WINDOW - 1},
-        {"think_tokens": 511},
-        {"boundary_now": False},
-        {"phase": OUTPUT},
-        {"end_decided": True},
-        {"live": False},
-    ],
-)
-def test_rpdi_does_not_fire(changed: dict[str, Any]) -> None:
-    assert ends(policy(), table(DERAILED | changed)) == []
-
-
-def test_the_rpdi_threshold_has_an_effect_and_zero_switches_the_rule_off() -> None:
-    rows = table(DERAILED)
-    assert ends(policy(entropy={"rpdi_threshold": 3.0}), rows) == []
-    assert ends(policy(entropy={"rpdi_threshold": 2.99}), rows) == [(0, RPDI)]
-    assert ends(policy(entropy={"rpdi_threshold": 0}), rows) == []
-
-
 def test_the_rpdi_window_has_an_effect() -> None:
     """The table holds the window; test_session_rules tests how the window follows the policy."""
     rows = [DERAILED | {"entropy_count": 8, "entropy_sum": 8.0, "entropy_window_sum": 24.0}]
@@ -134,19 +55,67 @@ def ranked(*newest_first: int, **columns: Any) -> dict[str, Any]:
     return thinking(**row | columns)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "index"),
-    [
-        ((5,), 0),
-        ((10, 50, 100, 1000), 1),
-        ((20, 20, 20), 2),
-        ((50,) * 6, 3),
-    ],
-)
-def test_each_rank_condition_fires_at_its_bound_and_alone(ranks: tuple[int, ...], index: int) -> None:
+def entropy(**fields: Any) -> dict[str, Any]:
+    return {"entropy": fields}
+
+
+def soft(**fields: Any) -> dict[str, Any]:
+    return {"scheduler": {"soft_think_tokens": 600, "soft_close_rank": 9, **fields}, "entropy": {"enabled": False}}
+
+
+BOUND = {"eat_ema_variance": 0.0, "eat_ema_nats": 0.0}
+RANKS = entropy(rank_conditions=[{"max_ranks": [5]}])
+# Where a request stays untouched, whatever the rule is.
+ELSEWHERE: list[dict[str, Any]] = [{"think_tokens": 511}, {"phase": OUTPUT}, {"end_decided": True}, {"live": False}]
+ENDS: list[tuple[dict[str, Any], dict[str, Any], int | None]] = [
+    ({}, CONVERGED, EAT),
+    *(({}, CONVERGED | changed, None) for changed in (*ELSEWHERE, {"phase": PROMPT}, {"eat_count": 19})),
+    *(({}, CONVERGED | changed, None) for changed in ({"eat_ema_variance": 1e-4}, {"eat_ema_nats": 0.1})),
+    # Each field of the EAT rule has an effect.
+    ({}, CONVERGED | {"think_tokens": 100}, None),
+    ({"scheduler": {"min_think_tokens": 100}}, CONVERGED | {"think_tokens": 100}, EAT),
+    ({}, CONVERGED | {"eat_count": 8}, None),
+    (entropy(eat_warmup_samples=8), CONVERGED | {"eat_count": 8}, EAT),
+    (entropy(eat_ema_variance_threshold=0.5), CONVERGED | {"eat_ema_variance": 0.4}, EAT),
+    (entropy(eat_level_threshold_nats=2.0), CONVERGED | {"eat_ema_nats": 1.9}, EAT),
+    # Thresholds of zero never fire, and nothing fires without a sample.
+    (entropy(eat_ema_variance_threshold=0), CONVERGED | BOUND, None),
+    (entropy(eat_level_threshold_nats=0), CONVERGED | BOUND, None),
+    (entropy(eat_warmup_samples=1), thinking(think_tokens=9999), None),
+    ({}, DERAILED, RPDI),
+    *(({}, DERAILED | changed, None) for changed in (*ELSEWHERE, {"boundary_now": False})),
+    *(
+        ({}, DERAILED | changed, None)
+        for changed in ({"entropy_window_sum": 2.0 * WINDOW}, {"entropy_count": WINDOW - 1})
+    ),
+    *((entropy(rpdi_threshold=threshold), DERAILED, end) for threshold, end in ((3.0, None), (2.99, RPDI), (0, None))),
+    (RANKS, ranked(1), RANK),
+    *((RANKS, ranked(1, **changed), None) for changed in (*ELSEWHERE, {"boundary_now": False})),
+    # The rank rule is off unless the policy names conditions.
+    ({}, ranked(1), None),
+    (soft(), ranked(9, think_tokens=600), SOFT),
+    *((soft(), row, None) for row in (ranked(10, think_tokens=600), ranked(9, think_tokens=599))),
+    (soft(), ranked(9, think_tokens=600, boundary_now=False), None),
+    (soft(enabled=False), ranked(9, think_tokens=600), None),
+    *((entropy(enabled=False), row, None) for row in (CONVERGED, DERAILED)),
+]
+
+
+@pytest.mark.parametrize(("sections", "row", "end"), ENDS)
+def test_where_each_rule_ends_thinking(sections: dict[str, Any], row: dict[str, Any], end: int | None) -> None:
+    assert ends(policy(**sections), table(row)) == ([] if end is None else [(0, end)])
+
+
+def test_what_is_off_reads_no_signals_and_asks_for_no_probes() -> None:
+    assert [needs_signals(policy(**soft(enabled=enabled))) for enabled in (True, False)] == [True, False]
+    assert probes_due(policy(entropy={"enabled": False}), table(CONVERGED)).tolist() == []
+
+
+@pytest.mark.parametrize("ranks", PUBLISHED)
+def test_each_rank_condition_fires_at_its_bound_and_alone(ranks: list[int]) -> None:
     """Each published condition (arXiv 2508.17627) fires at its bound, but neither above the bound nor with one sentence
     end too few."""
-    only = policy(entropy={"rpdi_threshold": 0, "rank_conditions": [{"max_ranks": PUBLISHED[index]}]})
+    only = policy(entropy={"rpdi_threshold": 0, "rank_conditions": [{"max_ranks": ranks}]})
     assert ends(only, table(ranked(*ranks))) == [(0, RANK)]
     for place in range(len(ranks)):
         above = [rank + (k == place) for k, rank in enumerate(ranks)]
@@ -154,34 +123,11 @@ def test_each_rank_condition_fires_at_its_bound_and_alone(ranks: tuple[int, ...]
     assert ends(only, table(ranked(*ranks[:-1]))) == []
 
 
-@pytest.mark.parametrize(
-    "changed", [{"boundary_now": False}, {"think_tokens": 511}, {"phase": OUTPUT}, {"live": False}]
-)
-def test_the_rank_rule_waits_for_a_sentence_end_past_the_floor(changed: dict[str, Any]) -> None:
-    on = policy(entropy={"rank_conditions": [{"max_ranks": [5]}]})
-    assert ends(on, table(ranked(1, **changed))) == []
-    assert ends(policy(), table(ranked(1))) == [], "the rank rule is off unless the policy names conditions"
-
-
 def test_the_table_keeps_what_any_policy_asks_for() -> None:
     confirm, ranks = EntropyPolicy.model_fields["confirm_sentence_ends"], RankCondition.model_fields["max_ranks"]
     (most,) = (limit.le for limit in confirm.metadata if hasattr(limit, "le"))
     (deepest,) = (limit.max_length for limit in ranks.metadata if hasattr(limit, "max_length"))
     assert (most, deepest + most - 1) == (CONFIRM_HISTORY, RANK_HISTORY)
-
-
-def test_soft_close_fires_past_its_budget_where_the_end_marker_is_likely() -> None:
-    soft = policy(scheduler={"soft_think_tokens": 600, "soft_close_rank": 9}, entropy={"enabled": False})
-    assert ends(soft, table(ranked(9, think_tokens=600))) == [(0, SOFT)]
-    for row in (
-        ranked(10, think_tokens=600),
-        ranked(9, think_tokens=599),
-        ranked(9, think_tokens=600, boundary_now=False),
-    ):
-        assert ends(soft, table(row)) == []
-    off = policy(scheduler={"enabled": False, "soft_think_tokens": 600}, entropy={"enabled": False})
-    assert ends(off, table(ranked(9, think_tokens=600))) == []
-    assert (needs_signals(soft), needs_signals(off)) == (True, False)
 
 
 def test_ranks_are_those_the_next_token_was_drawn_under() -> None:
@@ -198,13 +144,15 @@ def test_ranks_are_those_the_next_token_was_drawn_under() -> None:
 
 
 def test_precedence_over_all_rules() -> None:
-    every = CONVERGED | DERAILED | ranked(1)
-    on = ACTIVE | {"rank_conditions": [{"max_ranks": [5]}]}
-    soft = {"soft_think_tokens": 512}
-    assert ends(policy(entropy=on, scheduler=soft), table(every)) == [(0, EAT)]
-    assert ends(policy(entropy=on, scheduler=soft), table(DERAILED | ranked(1))) == [(0, RANK)]
+    on, soft = ACTIVE | {"rank_conditions": [{"max_ranks": [5]}]}, {"soft_think_tokens": 512}
+    every: dict[int, dict[str, Any]] = {EAT: CONVERGED | DERAILED | ranked(1), RANK: DERAILED | ranked(1)}
+    for end, row in every.items():
+        assert ends(policy(entropy=on, scheduler=soft), table(row)) == [(0, end)]
     assert ends(policy(entropy=ACTIVE, scheduler=soft), table(DERAILED | ranked(1))) == [(0, RPDI)]
     assert ends(policy(entropy=ACTIVE, scheduler=soft), table(ranked(1))) == [(0, SOFT)]
+    # Each request ends once.
+    four = table(DERAILED | CONVERGED, DERAILED, thinking(), CONVERGED)
+    assert ends(policy(entropy=ACTIVE), four) == [(0, EAT), (3, EAT), (1, RPDI)]
 
 
 def test_a_rule_in_shadow_fires_once_and_keeps_no_other_from_firing() -> None:
@@ -224,17 +172,6 @@ def test_a_rule_in_shadow_fires_once_and_keeps_no_other_from_firing() -> None:
 def test_what_eat_in_shadow_has_ended_is_not_probed_any_more() -> None:
     assert due(thinking(think_tokens=600, shadow_decided=1 << RPDI))
     assert not due(thinking(think_tokens=600, shadow_decided=1 << EAT))
-
-
-def test_eat_speaks_before_rpdi_and_each_request_ends_once() -> None:
-    both = DERAILED | CONVERGED
-    assert ends(policy(entropy=ACTIVE), table(both, DERAILED, thinking(), CONVERGED)) == [(0, EAT), (3, EAT), (1, RPDI)]
-
-
-def test_entropy_off_ends_nothing_and_probes_nothing() -> None:
-    off = policy(entropy={"enabled": False})
-    assert ends(off, table(CONVERGED, DERAILED)) == []
-    assert probes_due(off, table(CONVERGED)).tolist() == []
 
 
 # ----------------------------------------------------------------------------------------------------------- probes

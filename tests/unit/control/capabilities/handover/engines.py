@@ -80,25 +80,20 @@ class HandMade:
         journal = Journal(self.log, said.engine_id, said.incarnation, f"s-{said.engine_id}", self.now)
         makers = parts(handover=lambda stream: EngineHandovers(stream, self.results))
         self.session = Session(f"s-{said.engine_id}", said, self.now, journal, parts=makers)
-        # The session's inputs: a message, a pool of engines, or a policy with its revision.
-        self.trace: list[tuple[datetime, Any]] = []
         self.step = self.revision = 0
         self.apply(policy)
 
-    def apply(self, policy: Policy) -> None:
+    def apply(self, policy: Policy) -> agent_pb2.Directives:
         self.revision += 1
-        self.trace.append((self.now, (self.revision, policy)))
         (told,) = self.session.on_policy(self.revision, policy)
-        self.send(settings_status=agent_pb2.SettingsStatus(nonce=told.settings.nonce, revision=self.revision))
+        return self.send(settings_status=agent_pb2.SettingsStatus(nonce=told.settings.nonce, revision=self.revision))
 
     def pool(self, *engines: fleet_pb2.AnsweringEngine) -> None:
-        self.trace.append((self.now, engines))
         self.session.part(EngineHandovers).pool = tuple(engines)
 
     def send(self, **message: Any) -> agent_pb2.Directives:
         """Send a message and return the directives that follow, merged."""
         request = agent_pb2.ConnectRequest(**message)
-        self.trace.append((self.now, request))
         made = agent_pb2.Directives()
         for response in self.session.on_message(request, self.now):
             made.MergeFrom(response.directives)

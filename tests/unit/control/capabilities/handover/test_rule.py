@@ -47,26 +47,59 @@ def in_force(*moves: Move) -> dict[int, Move]:
 # ------------------------------------------------------------------------------------------------------------- pressure
 
 
-def test_an_engine_without_pressure_keeps_its_requests() -> None:
-    assert decide(POLICY, thinking(kv_used=0.8), [answering()], holding(9), {}) == []
-
-
-def test_kv_pressure_moves_the_largest_requests_until_the_rest_fits() -> None:
-    moves = decide(POLICY, thinking(kv_used=0.95), [answering()], holding(6, 9, 12, 5), {})
+FULL: dict[str, Any] = {"kv_used": 1.0}
+SPREAD = [answering("b", kv_used=0.2), answering("c", kv_used=0.3), answering("d", kv_used=0.9)]
+DECIDED: dict[
+    str, tuple[dict[str, Any], list[fleet_pb2.AnsweringEngine], tuple[int, ...], list[tuple[int, str, str]]]
+] = {
+    "no pressure": ({"kv_used": 0.8}, [answering()], (9,), []),
     # 95 blocks less 12 are above 80, and less 12 and 9 are not.
-    assert where(moves) == [(2, "b", KV_PRESSURE), (1, "b", KV_PRESSURE)]
+    "the largest until the rest fits": (
+        {"kv_used": 0.95},
+        [answering()],
+        (6, 9, 12, 5),
+        [(2, "b", KV_PRESSURE), (1, "b", KV_PRESSURE)],
+    ),
+    "as many blocks as preempted answers need": (
+        {"kv_used": 0.5, "waiting_blocks": 10},
+        [answering()],
+        (6, 6, 6),
+        [(0, "b", PREEMPTED_ANSWERS), (1, "b", PREEMPTED_ANSWERS)],
+    ),
+    "steps that are not measured there": (SLOW, [answering(running=1)], (10,), []),
+    "steps that are not measured here": ({"running": 10, "answer_tokens": 100}, [answering(**FAST)], (10,), []),
+    "a full engine": (FULL, [answering(kv_used=0.75)], (6,), []),
+    "an engine with just enough room": (FULL, [answering(kv_used=0.75)], (5,), [(0, "b", KV_PRESSURE)]),
+    "room that is promised": (FULL, [answering(kv_used=0.5, promised={"requests": 2, "blocks": 25})], (6,), []),
+    "a smaller request where a larger one has no room": (
+        FULL,
+        [answering(kv_used=0.75)],
+        (6, 5),
+        [(1, "b", KV_PRESSURE)],
+    ),
+    "over the engines with room": (FULL, SPREAD, (8,) * 9, [(n, "bbc"[n], KV_PRESSURE) for n in range(3)]),
+}
+
+
+@pytest.mark.parametrize(("here", "pool", "blocks", "moves"), DECIDED.values(), ids=DECIDED)
+def test_which_requests_move(
+    here: dict[str, Any],
+    pool: list[fleet_pb2.AnsweringEngine],
+    blocks: tuple[int, ...],
+    moves: list[tuple[int, str, str]],
+) -> None:
+    assert where(decide(POLICY, thinking(**here), pool, holding(*blocks), {})) == moves
+
+
+def test_moves_say_what_they_follow_from() -> None:
+    moves = decide(POLICY, thinking(kv_used=0.95), [answering()], holding(6, 9, 12, 5), {})
     assert [round(move.thinking_kv_used, 2) for move in moves] == [0.95, 0.83]
-
-
-def test_requests_below_the_threshold_stay() -> None:
-    moves = decide(disagg(offload_threshold_blocks=7).disagg, thinking(kv_used=1.0), [answering()], holding(6, 7), {})
-    assert where(moves) == [(1, "b", KV_PRESSURE)]
-
-
-def test_preempted_answers_move_as_many_blocks_as_they_need() -> None:
     moves = decide(POLICY, thinking(kv_used=0.5, waiting_blocks=10), [answering()], holding(6, 6, 6), {})
-    assert where(moves) == [(0, "b", PREEMPTED_ANSWERS), (1, "b", PREEMPTED_ANSWERS)]
     assert [move.waiting_blocks for move in moves] == [10, 4]
+    moves = decide(disagg(offload_threshold_blocks=7).disagg, thinking(**FULL), [answering()], holding(6, 7), {})
+    assert where(moves) == [(1, "b", KV_PRESSURE)], "requests below the threshold stay"
+    moves = decide(POLICY, thinking(**FULL, waiting_blocks=100), SPREAD, holding(*[8] * 9), {})
+    assert sorted(name for _, name, _ in where(moves)) == ["b"] * 5 + ["c"] * 4
 
 
 def test_shorter_steps_move_requests_if_they_gain_more_than_the_transfer_and_two_steps() -> None:
@@ -77,11 +110,6 @@ def test_shorter_steps_move_requests_if_they_gain_more_than_the_transfer_and_two
     for answer_tokens, moves in ((just - 0.01, 0), (just + 0.01, 1)):
         engine = thinking(**SLOW | {"answer_tokens": answer_tokens})
         assert len(decide(POLICY, engine, [answering(**FAST)], holding(10), {})) == moves
-
-
-def test_steps_are_no_reason_while_they_are_not_measured() -> None:
-    assert decide(POLICY, thinking(**SLOW), [answering(running=1)], holding(10), {}) == []
-    assert decide(POLICY, thinking(running=10, answer_tokens=100), [answering(**FAST)], holding(10), {}) == []
 
 
 def test_steps_gain_less_with_each_request_that_leaves() -> None:
@@ -112,27 +140,6 @@ def test_an_engine_that_does_not_fit_gets_no_request(fields: dict[str, Any], rea
     assert unfit(POLICY, hello(), engine) == reason
     assert decide(POLICY, thinking(kv_used=1.0), [engine], holding(9), {}) == []
     assert where(decide(POLICY, thinking(kv_used=1.0), [engine, answering("c")], holding(9), {}))[0][1] == "c"
-
-
-def test_a_full_engine_gets_no_request() -> None:
-    full = answering(kv_used=0.75)
-    assert decide(POLICY, thinking(kv_used=1.0), [full], holding(6), {}) == []
-    assert len(decide(POLICY, thinking(kv_used=1.0), [full], holding(5), {})) == 1
-    promised = answering(kv_used=0.5, promised={"requests": 2, "blocks": 25})
-    assert decide(POLICY, thinking(kv_used=1.0), [promised], holding(6), {}) == []
-
-
-def test_a_smaller_request_goes_where_a_larger_one_has_no_room() -> None:
-    moves = decide(POLICY, thinking(kv_used=1.0), [answering(kv_used=0.75)], holding(6, 5), {})
-    assert where(moves) == [(1, "b", KV_PRESSURE)]
-
-
-def test_requests_spread_over_the_engines_with_room() -> None:
-    pool = [answering("b", kv_used=0.2), answering("c", kv_used=0.3), answering("d", kv_used=0.9)]
-    moves = decide(POLICY, thinking(kv_used=1.0), pool, holding(*[8] * 9), {})
-    assert [name for _, name, _ in where(moves)] == ["b", "b", "c"]
-    moves = decide(POLICY, thinking(kv_used=1.0, waiting_blocks=100), pool, holding(*[8] * 9), {})
-    assert sorted(name for _, name, _ in where(moves)) == ["b"] * 5 + ["c"] * 4
 
 
 # ----------------------------------------------------------------------------------------------------------- hysteresis

@@ -15,7 +15,6 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import Phase
 from meridian_control.capabilities.order.rule import (
-    DEADBAND,
     HEADROOM,
     MAX_SLACK_MS,
     READING_MS,
@@ -185,11 +184,83 @@ def joins(policy: SchedulerPolicy, made: RequestTable, steps: StepCost, in_force
 TEN = table(answering(), answering(), *[thinking()] * 18)
 
 
-def test_thinking_is_limited_to_what_the_answers_budget_leaves() -> None:
-    """20 sequences take 25 ms, so a budget of 20 ms leaves room for 15 sequences."""
-    assert joins(scheduler(output_tpot_budget_ms=26.0), TEN, SLOW, Share()).think_per_step is None
-    wide = scheduler(output_tpot_budget_ms=20.5, think_batch_multiplier=100.0, think_tpot_budget_ms=1000.0)
-    assert joins(wide, TEN, SLOW, Share()).think_per_step == 13
+# 20 sequences take 25 ms, so a budget of 20 ms leaves room for 15 sequences.
+WIDE = {"output_tpot_budget_ms": 20.5, "think_batch_multiplier": 100.0, "think_tpot_budget_ms": 1000.0}
+LAST = {"strategy": "reasoning_first", "output_tpot_budget_ms": 55.0}
+HALF = table(*[answering()] * 10, *[thinking()] * 10)
+FEW, UNKNOWN = table(answering(), thinking()), cost(5.0, 1.0, 0.05, steps=WARM_STEPS - 1)
+SHARES: dict[str, tuple[dict[str, Any], RequestTable, StepCost, Share, dict[str, Any]]] = {
+    "a budget with room": ({"output_tpot_budget_ms": 26.0}, TEN, SLOW, Share(), {"think_per_step": None}),
+    "what the answers' budget leaves": (WIDE, TEN, SLOW, Share(), {"think_per_step": 13}),
+    "a limit that is about the same": (WIDE, TEN, SLOW, Share(think_per_step=12), {"think_per_step": 12}),
+    "a limit that is another": (WIDE, TEN, SLOW, Share(think_per_step=11), {"think_per_step": 13}),
+    "prompts get what is left": (
+        {"output_tpot_budget_ms": 20.0},
+        FEW,
+        SLOW,
+        Share(),
+        {"prefill_tokens_per_step": pytest.approx(260, abs=3)},
+    ),
+    "but never less than their least": (
+        {"output_tpot_budget_ms": 7.5, "min_prefill_tokens": 70},
+        FEW,
+        SLOW,
+        Share(),
+        {"prefill_tokens_per_step": 70},
+    ),
+    "prompts that cost nothing": (
+        {"output_tpot_budget_ms": 1.0},
+        TEN,
+        cost(5.0, 1.0, 0.0),
+        Share(),
+        {"prefill_tokens_per_step": None},
+    ),
+    # If sequences cost next to nothing, leaving some out would only lose throughput.
+    "what makes steps no shorter": ({}, TEN, cost(25.0, 0.01, 0.05), Share(), {"think_per_step": None}),
+    "before the cost is known": ({}, TEN, UNKNOWN, Share(), asdict(Share())),
+    "stock order": ({"strategy": "stock"}, TEN, SLOW, Share(), asdict(Share())),
+    "answers after thinking, at their budget": (
+        LAST,
+        HALF,
+        SLOW,
+        Share(),
+        asdict(Share(output_per_step=5, max_skip_steps=1)),
+    ),
+    "answers after thinking, without a budget for them": (
+        {"strategy": "reasoning_first"},
+        HALF,
+        SLOW,
+        Share(),
+        asdict(Share()),
+    ),
+    "answers without thinking": (LAST, table(*[answering()] * 10), SLOW, Share(), asdict(Share())),
+    **{
+        f"prompts that cost {c} ms": (
+            {},
+            table(answering()),
+            cost(5.0, 0.1, c),
+            Share(),
+            {"prefill_tokens_per_step": None},
+        )
+        for c in (0.0, 1e-9, 1e-5)
+    },
+}
+
+
+@pytest.mark.parametrize(("fields", "made", "steps", "in_force", "wanted"), SHARES.values(), ids=SHARES)
+def test_what_is_limited(
+    fields: dict[str, Any], made: RequestTable, steps: StepCost, in_force: Share, wanted: dict[str, Any]
+) -> None:
+    found = asdict(joins(scheduler(**fields), made, steps, in_force))
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_the_first_answer_finds_its_share_ready() -> None:
+    """The share is sent before the first answer, because the agent applies it only while an answer streams."""
+    ready = joins(POLICY, table(answering(), *[thinking()] * 30), SLOW, Share())
+    assert ready.think_per_step is not None
+    for first in ((), (answering(preempted=True),), (answering(live=False),)):
+        assert joins(POLICY, table(*first, *[thinking()] * 30), SLOW, Share()) == ready
 
 
 @pytest.mark.parametrize(
@@ -210,15 +281,6 @@ def test_each_field_has_an_effect(fields: dict[str, Any], limit: int, skips: int
     assert (found.think_per_step, found.max_skip_steps) == (limit, skips)
 
 
-def test_prompts_get_what_is_left_but_never_less_than_their_least() -> None:
-    few = table(answering(), thinking())
-    assert joins(scheduler(output_tpot_budget_ms=20.0), few, SLOW, Share()).prefill_tokens_per_step == pytest.approx(
-        260, abs=3
-    )
-    least = scheduler(output_tpot_budget_ms=7.5, min_prefill_tokens=70)
-    assert joins(least, few, SLOW, Share()).prefill_tokens_per_step == 70
-
-
 @pytest.mark.parametrize(
     ("fields", "held_back"),
     [({}, False), ({"output_tpot_budget_ms": 20.0}, True), ({"min_prefill_tokens": 9}, True)],
@@ -230,19 +292,6 @@ def test_an_engine_without_thinking_computes_prompts_as_stock_does(fields: dict[
         assert (found.prefill_tokens_per_step is not None) is (held_back or has_thought)
 
 
-def test_prompts_that_cost_next_to_nothing_are_not_limited() -> None:
-    tight = scheduler(output_tpot_budget_ms=1.0)
-    assert joins(tight, TEN, cost(5.0, 1.0, 0.0), Share()).prefill_tokens_per_step is None
-    for c in (0.0, 1e-9, 1e-5):
-        assert joins(POLICY, table(answering()), cost(5.0, 0.1, c), Share()).prefill_tokens_per_step is None
-
-
-def test_nothing_is_limited_that_does_not_make_steps_shorter() -> None:
-    """If sequences cost next to nothing, leaving some out would only lose throughput."""
-    flat = cost(25.0, 0.01, 0.05)
-    assert joins(POLICY, TEN, flat, Share()).think_per_step is None
-
-
 @pytest.mark.parametrize("strategy", ["output_first", "deadline", "reasoning_first"])
 @pytest.mark.parametrize("budget_ms", [5e-324, 1e308])
 @pytest.mark.parametrize("multiplier", [5e-324, 1e308])
@@ -251,35 +300,6 @@ def test_any_valid_budget_gives_limits_that_can_be_sent(strategy: str, budget_ms
         policy = scheduler(strategy=strategy, think_batch_multiplier=multiplier, **{name: budget_ms})
         found = joins(policy, TEN, SLOW, Share())
         assert all(limit is None or 0 <= limit < 2**32 for limit in asdict(found).values()), (name, found)
-
-
-def test_the_first_answer_finds_its_share_ready() -> None:
-    """The share is sent before the first answer, because the agent applies it only while an answer streams."""
-    ready = joins(POLICY, table(answering(), *[thinking()] * 30), SLOW, Share())
-    assert ready.think_per_step is not None
-    assert joins(POLICY, table(*[thinking()] * 30), SLOW, Share()) == ready
-    assert joins(POLICY, table(answering(preempted=True), *[thinking()] * 30), SLOW, Share()) == ready
-    assert joins(POLICY, table(answering(live=False), *[thinking()] * 30), SLOW, Share()) == ready
-
-
-def test_nothing_is_limited_before_the_cost_is_known_or_in_stock_order() -> None:
-    assert joins(POLICY, TEN, cost(5.0, 1.0, 0.05, steps=WARM_STEPS - 1), Share()) == Share()
-    assert joins(scheduler(strategy="stock"), TEN, SLOW, Share()) == Share()
-
-
-def test_reasoning_first_paces_answers_at_their_budget() -> None:
-    policy = scheduler(strategy="reasoning_first", output_tpot_budget_ms=55.0)
-    made = table(*[answering()] * 10, *[thinking()] * 10)
-    assert joins(policy, made, SLOW, Share()) == Share(output_per_step=5, max_skip_steps=1)
-    assert joins(scheduler(strategy="reasoning_first"), made, SLOW, Share()) == Share()
-    assert joins(policy, table(*[answering()] * 10), SLOW, Share()) == Share()
-
-
-def test_a_limit_that_is_about_the_same_stays() -> None:
-    policy = scheduler(output_tpot_budget_ms=20.5, think_batch_multiplier=100.0, think_tpot_budget_ms=1000.0)
-    assert 12 * (1 + DEADBAND) >= 13
-    assert joins(policy, TEN, SLOW, Share(think_per_step=12)).think_per_step == 12
-    assert joins(policy, TEN, SLOW, Share(think_per_step=11)).think_per_step == 13
 
 
 @given(

@@ -8,7 +8,6 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.preemption.stream import PREEMPTED_FOR_TOTAL
-from meridian_control.common.errors import InvalidRequest
 from meridian_control.journal.messages import explain_request
 from meridian_control.policy.model import Policy
 from tests.unit.control.capabilities.handover.engines import HandMade
@@ -58,17 +57,15 @@ def outcome(decision_id: int, said: agent_pb2.Outcome.ValueType, detail: str = "
 
 
 def test_a_waiting_request_of_the_class_may_preempt() -> None:
-    made = Made(policy(max_preemptions=2, recomputed_tokens_per_s=70, max_wait_ms=800, max_prompt_tokens=9))
+    limits: dict[str, Any] = {
+        "max_preemptions": 2,
+        "recomputed_tokens_per_s": 70,
+        "max_wait_ms": 800,
+        "max_prompt_tokens": 9,
+    }
+    made = Made(policy(**limits))
     (preempt,) = made.said_preempts(opened=[made.waiter()])
-    assert preempt == agent_pb2.Preempt(
-        decision_id=preempt.decision_id,
-        slot=2,
-        victims=[0, 1],
-        max_prompt_tokens=9,
-        max_preemptions=2,
-        recomputed_tokens_per_s=70,
-        max_wait_ms=800,
-    )
+    assert preempt == agent_pb2.Preempt(decision_id=preempt.decision_id, slot=2, victims=[0, 1], **limits)
     # It is told once, as long as one of the requests may still be preempted.
     assert made.said_preempts() == []
     assert made.said_preempts(preempted=[0]) == []
@@ -91,17 +88,28 @@ def test_others_may_not(opened: dict[str, Any], report: dict[str, Any]) -> None:
     assert not made.session.open_decisions
 
 
-def test_an_engine_that_cannot_is_told_nothing() -> None:
-    made = Made(policy(shadow=True), agent_pb2.Capabilities())
-    assert made.said_preempts(opened=[made.waiter()]) == []
+def claims(made: Made) -> list[tuple[str, str, int | None]]:
+    """Return the kind, the reason and the slot of each decision without an outcome."""
+    return [(one.kind, one.reason, one.slot) for one in made.session.open_decisions.values()]
 
 
-def test_a_request_that_waits_when_the_policy_comes_may() -> None:
-    made = Made(Policy())
-    assert made.said_preempts(opened=[made.waiter()]) == []
-    made.apply(policy())
-    ((claim, *_),) = [made.session.open_decisions.values()]
-    assert (claim.kind, claim.reason, claim.slot) == ("preempt", "no_place", 2)
+def test_why_a_request_may_preempt_and_when_it_is_found() -> None:
+    """A request waits when the policy comes, or a snapshot says that it waits, for its first step or after vLLM has
+    preempted it while it read its prompt."""
+    early = Made(Policy())
+    assert early.said_preempts(opened=[early.waiter()]) == []
+    early.apply(policy())
+    assert claims(early) == [("preempt", "no_place", 2)]
+    for state in ({"queued": True}, {"preempted": True}):
+        made = Made()
+        waits = made.thinker(4, 0, phase=PROMPT, tenant="chat", **state)
+        made.send(snapshot=agent_pb2.Snapshot(step=5, requests=[made.thinker(0, 300), waits]))
+        assert [(kind, slot) for kind, _, slot in claims(made)] == [("preempt", 4)]
+    full = Made()
+    full.said_preempts(opened=[full.waiter()], running=1, kv_used=0.98)
+    assert claims(full) == [("preempt", "no_kv_blocks", 2)]
+    cannot = Made(policy(shadow=True), agent_pb2.Capabilities())
+    assert cannot.said_preempts(opened=[cannot.waiter()]) == []
 
 
 def test_another_policy_takes_back_what_is_in_force() -> None:
@@ -156,26 +164,3 @@ def test_both_lives_tell_of_a_preemption() -> None:
     of = "request a2 of tenant chat and SLO class gold"
     assert told == [("preempted_for", f"{of}: 412 tokens to compute again"), ("preempted", "")]
     assert made.session.totals.counted[PREEMPTED_FOR_TOTAL, ()] == 1
-
-
-def test_where_the_cache_is_full_the_reason_says_so() -> None:
-    made = Made()
-    made.said_preempts(opened=[made.waiter()], running=1, kv_used=0.98)
-    ((claim, *_),) = [made.session.open_decisions.values()]
-    assert claim.reason == "no_kv_blocks"
-
-
-def test_columns_of_different_lengths_break_the_contract() -> None:
-    made = Made()
-    with pytest.raises(InvalidRequest, match="preemption columns must have one length"):
-        made.said_preempts(preemptions=agent_pb2.PreemptionColumns(decision_id=[1], slot=[1]))
-
-
-@pytest.mark.parametrize("state", [{"queued": True}, {"preempted": True}])
-def test_a_snapshot_lists_those_that_wait(state: dict[str, Any]) -> None:
-    """One waits for its first step, and vLLM has preempted the other while it read its prompt."""
-    made = Made()
-    waits = made.thinker(4, 0, phase=PROMPT, tenant="chat", **state)
-    made.send(snapshot=agent_pb2.Snapshot(step=5, requests=[made.thinker(0, 300), waits]))
-    ((claim, *_),) = [made.session.open_decisions.values()]
-    assert (claim.kind, claim.slot) == ("preempt", 4)

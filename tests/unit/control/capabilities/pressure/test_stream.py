@@ -12,16 +12,16 @@ from meridian_agent.core import tracker
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.pressure.rule import FIRST_HOLD, MAX_HOLD, MAX_LEVEL
 from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
-from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 from tests.fakes.tables import policy, tokens
-from tests.unit.sessions import CALIBRATED, Stream, stream
+from tests.unit.sessions import CALIBRATED, Stream, aborts, opens, play, stream
 
 if TYPE_CHECKING:
     from meridian_control.capabilities.pressure.rule import Reading
     from meridian_control.policy.model import Policy
+    from tests.unit.sessions import Act
 
 CHAT: dict[str, Any] = {
     "name": "chat",
@@ -39,9 +39,20 @@ ANSWERS = ("answer", "another")
 SLOW_MS, FAST_MS = 100.0, 25.0
 
 
-def pressed(*entries: dict[str, Any], **scheduler: Any) -> Policy:
+def pressed(*entries: dict[str, Any], budget: Any = (), **scheduler: Any) -> Policy:
     limits = {"min_think_tokens": 4, "max_think_tokens": 100, **scheduler}
-    return policy(scheduler=limits, entropy={"enabled": False}, pressure=list(entries or [CHAT]))
+    return policy(scheduler=limits, entropy={"enabled": False}, pressure=list(entries or [CHAT]), budget=budget)
+
+
+def converging(**sections: Any) -> Policy:
+    """Return a policy whose entropy rules are in force under pressure only, which shortens nothing else."""
+    limits = {"soft_think_tokens": 50_000, "max_think_tokens": 50_000}
+    own = {
+        "scheduler": {"min_think_tokens": 4, "max_think_tokens": 100_000},
+        "entropy": CALIBRATED | {"shadow": True},
+        "pressure": [{**CHAT, **limits, "entropy_in_force": True}],
+    }
+    return policy(**own | sections)
 
 
 def answering(first: Policy, **fields: Any) -> Stream:
@@ -55,6 +66,46 @@ def answering(first: Policy, **fields: Any) -> Stream:
 
 def seconds(made: Stream, count: float, step_ms: float) -> agent_pb2.Directives:
     return made.step(round(1e3 * count / step_ms), then_ms=step_ms)
+
+
+def slow(count: float) -> Act:
+    """Let so many seconds pass with steps that miss the target."""
+    return lambda made: seconds(made, count, SLOW_MS)
+
+
+def passes(**time: float) -> Act:
+    """Let time pass without a step."""
+
+    def act(made: Stream) -> None:
+        made.now += timedelta(**time)
+
+    return act
+
+
+def unshortened(made: Stream) -> None:
+    made.stages()
+
+
+def idle(made: Stream) -> None:
+    play(made, *map(aborts, ANSWERS), 1)
+
+
+def at(wanted: int) -> Act:
+    """Assert the level of the entry `chat`."""
+
+    def check(made: Stream) -> None:
+        assert level(made) == wanted
+
+    return check
+
+
+def capped(**caps: int) -> Act:
+    """Assert the caps in force on the agent."""
+
+    def check(made: Stream) -> None:
+        assert {name: made.caps()[name] for name in caps} == caps
+
+    return check
 
 
 def level(made: Stream, name: str = "chat") -> int:
@@ -75,12 +126,7 @@ def readings(made: Stream, name: str = "chat") -> dict[str, Reading]:
 
 def test_converged_thinking_ends_only_under_pressure() -> None:
     """The entropy rules are in shadow; a request whose EAT has converged before goes on until the level rises."""
-    rules = policy(
-        scheduler={"min_think_tokens": 4, "max_think_tokens": 100_000},
-        entropy=CALIBRATED | {"shadow": True},
-        pressure=[{**CHAT, "soft_think_tokens": 50_000, "max_think_tokens": 50_000, "entropy_in_force": True}],
-    )
-    made = answering(rules)
+    made = answering(converging())
     made.open("ours", 10_000, tenant="chat")
     made.open("other", 10_000, tenant="batch")
     made.step(60)
@@ -103,19 +149,8 @@ def test_converged_thinking_ends_only_under_pressure() -> None:
 
 def test_an_end_that_pressure_allows_names_it_beside_a_stricter_budget() -> None:
     budget = {"name": "acme", "tokens_per_day": 1, "max_think_tokens": 60_000, "shadow": False}
-    rules = policy(
-        scheduler={"min_think_tokens": 4, "max_think_tokens": 100_000},
-        entropy=CALIBRATED | {"shadow": True},
-        pressure=[{**CHAT, "soft_think_tokens": 50_000, "max_think_tokens": 50_000, "entropy_in_force": True}],
-        budget=[{**budget, "soft_think_tokens": 60_000}],
-    )
-    made = answering(rules)
-    made.open("ours", 10_000, tenant="chat")
-    made.step(60)
-    made.stages(acme=LOWER_CAP)
-    made.step(2)
-    seconds(made, 1.2, SLOW_MS)
-    assert level(made) == 2
+    made = answering(converging(budget=[{**budget, "soft_think_tokens": 60_000}]))
+    play(made, opens("ours", 10_000, tenant="chat"), 60, {"acme": LOWER_CAP}, 2, slow(1.2), at(2))
     (end,) = [e.decision for e in made.life("ours").events if e.decision.kind == "force" and not e.decision.shadow]
     assert (end.reason, end.budget, end.pressure.name, end.budget_stage) == ("eat", "", "chat", SOFT_CLOSE)
 
@@ -123,12 +158,7 @@ def test_an_end_that_pressure_allows_names_it_beside_a_stricter_budget() -> None
 @pytest.mark.parametrize("shadow", [False, True])
 def test_pressure_leaves_the_control_group_in_shadow(shadow: bool) -> None:
     """The control group is counted too, so that the harm of rules that only pressure puts in force is known."""
-    rules = policy(
-        scheduler={"min_think_tokens": 4, "max_think_tokens": 100_000},
-        entropy=CALIBRATED | {"shadow": shadow, "holdout_share": 0.5},
-        pressure=[{**CHAT, "soft_think_tokens": 50_000, "max_think_tokens": 50_000, "entropy_in_force": True}],
-    )
-    made = answering(rules)
+    made = answering(converging(entropy=CALIBRATED | {"shadow": shadow, "holdout_share": 0.5}))
     names = [f"request-{number}" for number in range(6)]
     control = {name for name in names if held_out(name, 0.5)}
     assert 0 < len(control) < len(names)
@@ -200,15 +230,6 @@ def test_pressure_in_shadow_that_the_policy_has_no_more_is_not_compared() -> Non
     assert not [row for row in made.session.shadow.messages() if row.section == "pressure" and row.requests]
 
 
-def test_a_level_is_kept_over_a_change_of_the_policy() -> None:
-    made = answering(pressed())
-    seconds(made, 1.2, SLOW_MS)
-    made.apply(pressed({**CHAT, "max_think_tokens": 30}))
-    assert level(made) == 2
-    made.apply(pressed({**CHAT, "name": "other"}))
-    assert made.session.part(EnginePressure).levels == {}
-
-
 def test_pressure_in_shadow_only_measures_and_compares() -> None:
     made = answering(pressed({**CHAT, "shadow": True}))
     made.open("a", 40, tenant="chat")
@@ -219,35 +240,6 @@ def test_pressure_in_shadow_only_measures_and_compares() -> None:
     (row,) = [row for row in made.session.shadow.messages() if row.section == "pressure" and not row.reason]
     assert (row.requests, row.think_tokens, row.would_end) == (3, 42, 1)
     assert not [event for event in made.life("a").events if event.decision.reason == "pressure"]
-
-
-def test_a_budget_and_pressure_together_take_the_stricter() -> None:
-    budget = {
-        "name": "acme",
-        "tokens_per_day": 1,
-        "max_think_tokens": 15,
-        "min_think_tokens": 1,
-        "shadow": False,
-    }
-    both = policy(
-        scheduler={"min_think_tokens": 4, "max_think_tokens": 100},
-        entropy={"enabled": False},
-        pressure=[CHAT],
-        budget=[budget],
-    )
-    made = answering(both)
-    seconds(made, 3.2, SLOW_MS)
-    made.stages(acme=LOWER_CAP)
-    made.open("a", 10_000, tenant="chat")
-    made.step(2)
-    assert made.caps()["a"] == 15
-    made.stages(acme=FLOOR)
-    made.step(1)
-    assert made.caps()["a"] == 4
-    made.stages()
-    made.open("b", 10_000, tenant="chat")
-    made.step(2)
-    assert made.caps()["b"] == 20
 
 
 # ------------------------------------------------------------------------------------------------------------- measured
@@ -303,17 +295,50 @@ def test_answers_that_have_begun_before_a_policy_count_in_its_first_window(first
     assert (told.samples, told.measured) == (41, 1 / 41)
 
 
-def test_answers_of_a_snapshot_count_in_the_first_window() -> None:
-    made = stream(pressed(PREEMPTION))
-    begun: dict[str, Any] = {"phase": agent_pb2.PHASE_OUTPUT, "think_tokens": 5, "output_tokens": 50}
-    requests = [agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", **begun) for slot in range(20)]
-    snapshot = agent_pb2.Snapshot(step=1, requests=requests)
-    made.session.on_message(agent_pb2.ConnectRequest(snapshot=snapshot), made.now)
-    made.say(preempted=[3])
-    made.now += timedelta(seconds=1.1)
+PREEMPTED, QUEUED = "preempted_answer_ratio", "queueing_p99_ms"
+
+
+def rows(count: int, **fields: Any) -> list[agent_pb2.RequestOpened]:
+    return [agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", **fields) for slot in range(count)]
+
+
+def snapshot(*requests: agent_pb2.RequestOpened) -> Act:
+    said = agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1, requests=requests))
+    return lambda made: made.session.on_message(said, made.now)
+
+
+def says(**fields: Any) -> Act:
+    return lambda made: made.say(**fields)
+
+
+ANSWERED = {"phase": OUTPUT, "think_tokens": 5, "output_tokens": 50}
+WAITING = rows(24)
+for waits in WAITING[:12]:
+    waits.queued = True
+FIRST_WINDOW: dict[str, tuple[tuple[Act, ...], dict[str, tuple[int, float]]]] = {
+    "answers of a snapshot": ((snapshot(*rows(20, **ANSWERED)), says(preempted=[3])), {PREEMPTED: (20, 1 / 20)}),
+    "none of requests from before the stream": ((snapshot(*rows(1, phase=THINK, think_tokens=5)),), {}),
+    # A request that waits counts with the time so far. An older agent does not say that requests wait in the queue.
+    "requests that wait": ((says(opened=rows(12)),), dict.fromkeys(("ttft_p99_ms", "ttfvt_p99_ms"), (12, 1100))),
+    "those of a snapshot that wait in the queue": (
+        (snapshot(*WAITING),),
+        {QUEUED: (12, 1100), "ttft_p99_ms": (24, 1100), "ttfvt_p99_ms": (24, 1100)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("acts", "told"), FIRST_WINDOW.values(), ids=FIRST_WINDOW)
+def test_what_is_measured_in_the_first_window(acts: tuple[Act, ...], told: dict[str, tuple[int, float]]) -> None:
+    """The number of samples of each target, and the value, to within the width of a bucket."""
+    made = play(stream(pressed({**EVERY, "ttft_p99_ms": 500.0, "ttfvt_p99_ms": 500.0})), *acts, passes(seconds=1.1))
     made.say()
-    told = readings(made)["preempted_answer_ratio"]
-    assert (told.samples, told.measured) == (20, 1 / 20)
+    found = readings(made)
+    assert {name: reading.samples for name, reading in found.items() if reading.samples} == {
+        name: samples for name, (samples, _) in told.items()
+    }
+    for name, (_, value) in told.items():
+        assert value <= found[name].measured <= (1.1 * value if name != PREEMPTED else value)
+        assert found[name].missed == (value > found[name].limit)
 
 
 @pytest.mark.parametrize(("limit_ms", "missed"), [(100.0, False), (99.999, True)])
@@ -321,18 +346,6 @@ def test_a_target_that_is_met_exactly_is_not_missed(limit_ms: float, missed: boo
     made = answering(pressed({**CHAT, "output_itl_p99_ms": limit_ms}))
     seconds(made, 9, 100.0)
     assert (level(made) > 0) == missed
-
-
-def test_a_request_that_waits_counts_with_the_time_so_far() -> None:
-    made = stream(pressed({**EVERY, "ttft_p99_ms": 500.0, "ttfvt_p99_ms": 500.0}))
-    made.say(opened=[agent_pb2.RequestOpened(slot=number, request_id=f"r{number}") for number in range(12)])
-    made.now += timedelta(seconds=1.1)
-    made.say()
-    told = readings(made)
-    assert (told["ttft_p99_ms"].samples, told["ttft_p99_ms"].missed) == (12, True)
-    assert 1100 <= told["ttfvt_p99_ms"].measured <= 1.1 * 1100
-    assert told["ttot_p99_ms"].samples == told["output_itl_p99_ms"].samples == 0
-    assert told["queueing_p99_ms"].samples == 0, "an older agent does not say that they wait in the queue"
 
 
 def test_the_beginning_of_a_start_marker_is_no_answer() -> None:
@@ -374,64 +387,66 @@ def test_a_request_in_the_queue_counts_until_it_joins_a_step() -> None:
     assert histogram.sum == pytest.approx(12 * 0.4 + 12 * 0.7)
 
 
-def test_a_snapshot_says_who_still_waits_in_the_queue() -> None:
-    made = stream(pressed({**EVERY, "queueing_p99_ms": 500.0}))
-    told = [agent_pb2.RequestOpened(slot=n, request_id=f"r{n}", queued=n < 12) for n in range(24)]
-    made.session.on_message(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1, requests=told)), made.now)
-    made.now += timedelta(seconds=1.1)
+# -------------------------------------------------------------------------------------------------------------- levels
+
+WIDER, THINKS = {**CHAT, "max_think_tokens": 30}, {"think": 10_000, "tenant": "chat"}
+ACME = {"name": "acme", "tokens_per_day": 1, "max_think_tokens": 15, "min_think_tokens": 1, "shadow": False}
+LEVELS: dict[str, tuple[Policy, tuple[Act, ...]]] = {
+    "a level is kept over a change of the policy": (
+        pressed(),
+        (slow(1.2), pressed(WIDER), at(2), pressed({**CHAT, "name": "other"}), at(0)),
+    ),
+    "a budget and pressure together take the stricter": (
+        pressed(budget=[ACME]),
+        (
+            *(slow(3.2), {"acme": LOWER_CAP}, opens("a", **THINKS), 2, capped(a=15), {"acme": FLOOR}, 1, capped(a=4)),
+            *(unshortened, opens("b", **THINKS), 2, capped(b=20)),
+        ),
+    ),
+    "an idle engine is restored by the time that passes": (
+        pressed(),
+        (
+            *(slow(3.2), at(4), idle, passes(seconds=9), opens("a", **THINKS), 2, at(2)),
+            *(aborts("a"), 1, passes(days=9), opens("b", **THINKS), 2, at(0), capped(b=100)),
+        ),
+    ),
+    "a changed policy finds an idle engine restored": (
+        pressed(),
+        (slow(5.2), at(6), idle, passes(hours=5), pressed(WIDER), opens("a", **THINKS), 2, at(0), capped(a=100)),
+    ),
+    "a clock that is set back keeps no idle engine under pressure": (
+        pressed(),
+        (
+            slow(5.2),
+            idle,
+            passes(hours=-1),
+            *[passes(seconds=1), lambda made: made.session.rest(made.now)] * 600,
+            at(0),
+        ),
+    ),
+    "an engine that makes no step leaves no room": (pressed(), (slow(3.2), passes(seconds=30), 1, at(4))),
+    "windows begin anew if the clock goes back": (pressed(), (slow(0.5), passes(hours=-1), slow(1.2), at(2))),
+}
+
+
+@pytest.mark.parametrize(("first", "acts"), LEVELS.values(), ids=LEVELS)
+def test_levels(first: Policy, acts: tuple[Act, ...]) -> None:
+    play(answering(first), *acts)
+
+
+def test_windows_begin_anew_if_no_decision_is_made() -> None:
+    made = play(answering(pressed()), slow(0.5))
+    made.session.freezing.void = True
+    before = made.session.part(EnginePressure)._windows[0].start_ms
     made.say()
-    assert readings(made)["queueing_p99_ms"].samples == 12
+    assert made.session.part(EnginePressure)._windows[0].start_ms > before
 
 
-def test_columns_of_different_length_are_refused() -> None:
-    made = stream(pressed(EVERY))
-    with pytest.raises(InvalidRequest, match="joined columns must have one length"):
-        made.say(joined=agent_pb2.JoinedColumns(slot=[0]))
-
-
-def test_requests_from_before_the_stream_have_no_time_since_submission() -> None:
-    made = stream(pressed(EVERY))
-    opened = [agent_pb2.RequestOpened(slot=0, request_id="a", phase=agent_pb2.PHASE_THINK, think_tokens=5)]
-    made.session.on_message(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1, requests=opened)), made.now)
-    made.now += timedelta(seconds=1.1)
-    made.say()
-    assert {reading.samples for reading in readings(made).values()} == {0}
-
-
-def idle(made: Stream) -> None:
-    for name in ANSWERS:
-        made.agent.abort(name)
-    made.step()
-
-
-def test_an_idle_engine_is_restored_by_the_time_that_passes() -> None:
-    made = answering(pressed())
-    seconds(made, 3.2, SLOW_MS)
-    assert level(made) == 4
-    idle(made)
-    made.now += timedelta(seconds=9)
-    made.open("a", 10_000, tenant="chat")
-    made.step(2)
-    assert level(made) == 2
-    made.agent.abort("a")
-    made.step()
-    made.now += timedelta(days=9)
-    made.open("b", 10_000, tenant="chat")
-    made.step(2)
-    assert level(made) == 0
-    assert made.caps()["b"] == 100
-
-
-def test_a_changed_policy_finds_an_idle_engine_restored() -> None:
-    made = answering(pressed())
-    seconds(made, 5.2, SLOW_MS)
-    assert level(made) == 6
-    idle(made)
-    made.now += timedelta(hours=5)
-    made.apply(pressed({**CHAT, "max_think_tokens": 30}))
-    made.open("a", 10_000, tenant="chat")
-    made.step(2)
-    assert (level(made), made.caps()["a"]) == (0, 100)
+def test_what_is_kept_goes_with_its_entry() -> None:
+    made = play(answering(pressed()), slow(1.2), pressed({**CHAT, "name": "other"}))
+    assert made.session.part(EnginePressure).levels == {}
+    made = play(answering(policy()), slow(2))
+    assert (made.session.part(EnginePressure).readings, len(made.session.part(EnginePressure)._members)) == ({}, 0)
 
 
 def test_an_idle_engine_forgets_its_misses() -> None:
@@ -443,17 +458,6 @@ def test_an_idle_engine_forgets_its_misses() -> None:
     made.now += timedelta(days=9)
     made.session.rest(made.now)
     assert (controller.level, controller.hold) == (0, FIRST_HOLD)
-
-
-def test_a_clock_that_is_set_back_keeps_no_idle_engine_under_pressure() -> None:
-    made = answering(pressed())
-    seconds(made, 5.2, SLOW_MS)
-    idle(made)
-    made.now -= timedelta(hours=1)
-    for _ in range(600):
-        made.now += timedelta(seconds=1)
-        made.session.rest(made.now)
-    assert level(made) == 0
 
 
 @pytest.mark.parametrize("every_ms", [7, 700, 1000, 61_000])
@@ -473,32 +477,6 @@ def test_the_levels_of_an_idle_engine_do_not_depend_on_who_looks(every_ms: int) 
     assert found[0]._controllers == found[1]._controllers
     assert found[0]._windows[0].start_ms == found[1]._windows[0].start_ms
     assert 0 < level(alone) < 6
-
-
-def test_an_engine_that_makes_no_step_leaves_no_room() -> None:
-    made = answering(pressed())
-    seconds(made, 3.2, SLOW_MS)
-    made.now += timedelta(seconds=30)
-    made.step()
-    assert level(made) == 4
-
-
-def test_windows_begin_anew_if_the_clock_goes_back_or_no_decision_is_made() -> None:
-    made = answering(pressed())
-    seconds(made, 0.5, SLOW_MS)
-    made.now -= timedelta(hours=1)
-    seconds(made, 1.2, SLOW_MS)
-    assert level(made) == 2
-    made.session.freezing.void = True
-    before = made.session.part(EnginePressure)._windows[0].start_ms
-    made.say()
-    assert made.session.part(EnginePressure)._windows[0].start_ms > before
-
-
-def test_without_an_entry_nothing_is_kept() -> None:
-    made = answering(policy())
-    seconds(made, 2, SLOW_MS)
-    assert (made.session.part(EnginePressure).readings, len(made.session.part(EnginePressure)._members)) == ({}, 0)
 
 
 def busy(opened: int, **entry: Any) -> Stream:
