@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_agent.link.messages import step_report as merge
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.slices import at_once
+from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.engine.session import Session
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 from meridian_control.journal.messages import explain_request
 from meridian_control.policy.model import Policy
 from tests.fakes.agent import ALL, FakeAgent, Script, hello
+from tests.fakes.engine import TEXT
+from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -163,6 +167,27 @@ def play(made: Stream, *acts: Act) -> Stream:
         else:
             act(made)
     return made
+
+
+def each_token_ends_a_sentence(made: Stream) -> None:
+    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+
+
+def freezes(made: Stream) -> None:
+    made.deliver(made.session.on_freezes((Freeze(1, Match(), "", "", made.now, made.now + timedelta(1)),), made.now))
+    made.pump()
+
+
+def thaws(made: Stream) -> None:
+    made.deliver(made.session.on_freezes((), made.now))
+    made.pump()
+
+
+def govern(session: Session, revision: int, held: Policy, now: datetime = NOW) -> None:
+    """Give a session a policy, which its agent confirms."""
+    (response,) = session.on_policy(revision, held)
+    status = agent_pb2.SettingsStatus(nonce=response.settings.nonce, revision=revision)
+    session.on_message(agent_pb2.ConnectRequest(settings_status=status), now)
 
 
 def opens(name: str, *script: int, **fields: Any) -> Callable[[Stream], int]:

@@ -28,7 +28,7 @@ from meridian_control.journal.log import DecisionLog
 from meridian_control.journal.messages import compared
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
-from tests.unit.sessions import NOW
+from tests.unit.sessions import NOW, govern
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -65,9 +65,7 @@ class Engine:
         self.session = Session(
             "s", hello(), NOW, Journal(self.log, "engine", "1", "s", NOW), self.shadow, parts=STREAM_PARTS
         )
-        (response,) = self.session.on_policy(1, held)
-        status = agent_pb2.SettingsStatus(nonce=response.settings.nonce, revision=1)
-        self.session.on_message(agent_pb2.ConnectRequest(settings_status=status), NOW)
+        govern(self.session, 1, held)
         self.step, self.directives = 0, list[agent_pb2.Directives]()
         self.probes: dict[int, int] = {}
 

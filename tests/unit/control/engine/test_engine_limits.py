@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.fleet.status_messages import engine_limits
 from tests.fakes.tables import policy
-from tests.unit.sessions import Stream, stream
+from tests.unit.sessions import Stream, freezes, stream, thaws
 
 BOUNDS = agent_pb2.EngineLimits(
     max_num_active_seqs=agent_pb2.EngineLimit(startup=100, lowest=1, highest=128),
@@ -43,12 +41,6 @@ def test_limits_come_and_go_with_their_revision() -> None:
     assert (sent(made), shown(made)) == ({}, [("max", 0, 100), ("long", 0, 0)])
 
 
-def test_other_engines_keep_the_policys_own_limits() -> None:
-    made = stream(hello_fields={"engine_limits": BOUNDS})
-    made.apply(policy(engine={"max_num_active_seqs": 64}, override=[SMALL]))
-    assert sent(made) == {"max_num_active_seqs": 64}
-
-
 def test_refused_settings_leave_the_limits_as_they_are() -> None:
     made = small()
     made.apply(policy(override=[SMALL]))
@@ -60,11 +52,9 @@ def test_refused_settings_leave_the_limits_as_they_are() -> None:
 def test_a_frozen_engine_has_its_start_up_values() -> None:
     made = small()
     made.apply(policy(override=[SMALL]))
-    made.deliver(made.session.on_freezes((Freeze(1, Match(), "", "", made.now, made.now + timedelta(1)),), made.now))
-    made.pump()
+    freezes(made)
     assert shown(made)[0] == ("max", 8, 100)
-    made.deliver(made.session.on_freezes((), made.now))
-    made.pump()
+    thaws(made)
     assert shown(made)[0] == ("max", 8, 8)
 
 

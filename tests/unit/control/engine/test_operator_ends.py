@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core import tracker
-from meridian_control.engine.freeze_state import Freeze, Match
 from tests.fakes.agent import ALL, FakeAgent
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, Stream, step_report, stream
+from tests.unit.sessions import CALIBRATED, EARLY, Stream, freezes, step_report, stream, thaws
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +87,7 @@ def test_states_in_which_nothing_is_decided(expected: str, hello: dict[str, Any]
     phase = agent_pb2.PHASE_UNSPECIFIED if unknown else PHASES.get(expected, agent_pb2.PHASE_THINK)
     made.session.on_message(step_report(opened=[{"slot": 0, "request_id": "a", "phase": phase}]), made.now)
     if expected in ("FROZEN", "ANSWERING"):
-        made.session.on_freezes((Freeze(1, Match(), "", "", made.now, made.now + timedelta(minutes=1)),), made.now)
+        freezes(made)
     before = made.session._ledger.made
     ended = made.session.on_end_thinking("a", "", made.now)
     assert ended is not None
@@ -190,12 +188,12 @@ def test_a_freeze_drops_the_end_and_the_request_can_be_ended_after_it() -> None:
     made.open("a")
     made.step(3)
     first = made.end("a")
-    made.deliver(made.session.on_freezes((Freeze(1, Match(), "", "", made.now, made.now + timedelta(1)),), made.now))
+    freezes(made)
     made.step(2)
     assert first.decision is not None
     assert (first.decision.outcome, made.agent.engine.thinking("a")) == (OFF, True)
     assert state(made.end("a")) == "FROZEN"
-    made.deliver(made.session.on_freezes((), made.now))
+    thaws(made)
     made.step(2)
     assert made.end("a").state == ENDING
     made.step(2)

@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.engine.effective_policies import ROOM
 from meridian_control.engine.step_cost import WARM_STEPS
 from tests.fakes.agent import Script
-from tests.fakes.engine import TEXT
-from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, Stream, opens, play, stream
+from tests.unit.sessions import CALIBRATED, EARLY, Stream, each_token_ends_a_sentence, opens, play, stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,7 +206,7 @@ def test_gated_probes_are_asked_for_where_the_end_marker_is_likely_and_placed_at
     made = stream(policy(scheduler=EARLY, entropy=gate))
     made.open("a")
     assert not made.step(6).probes, "no sentence has ended"
-    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    each_token_ends_a_sentence(made)
     asked = made.step(3)
     assert {p.placement for p in asked.probes} == {agent_pb2.PLACEMENT_ANYWHERE}
     made.agent.end_rank = 6
@@ -227,7 +224,7 @@ def test_the_rank_rule_ends_thinking_once_it_is_confirmed(shadow: bool) -> None:
     made.open("plain", think=60)
     made.open("careful", think=60, tenant="careful")
     made.step(2)
-    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    each_token_ends_a_sentence(made)
     assert not made.step(10).forces, "the end marker is not likely enough"
     made.agent.end_rank = 5
     fired = [sorted((f.slot, f.reason, f.shadow) for f in made.step().forces) for _ in range(4)]
@@ -255,9 +252,8 @@ def test_rpdi_ends_and_its_window_follows_the_policy() -> None:
     made.step(9)
     made.agent.scripts["a"].entropy_nats = 2.0
     assert not made.step(3).forces, "no sentence has ended"
-    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    each_token_ends_a_sentence(made)
     assert [f.reason for f in made.step(2).forces] == [agent_pb2.FORCE_REASON_RPDI]
-    assert made.session.table is not None
     made.apply(policy(scheduler=EARLY, entropy=rules | {"rpdi_window_tokens": 30}))
     assert made.session.table.window.shape[1] == 30
 

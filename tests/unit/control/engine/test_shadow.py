@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 
-from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.engine.effective_policies import EffectivePolicies
 from meridian_control.engine.request_table import RequestTable
 from meridian_control.engine.shadow_comparison import Comparison
 from meridian_control.engine.shortening import LOWER_CAP
 from tests.fakes.agent import FakeAgent, hello
-from tests.fakes.engine import TEXT
 from tests.fakes.parts import engine_view
-from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, Stream, stream
+from tests.unit.sessions import CALIBRATED, EARLY, Stream, each_token_ends_a_sentence, stream
 
 SHADOWED = policy(scheduler={"shadow": True}, entropy={"shadow": True})
 NO_CAP = -1
@@ -111,7 +108,7 @@ def test_other_rules_begin_anew_and_other_fields_do_not() -> None:
 
 def run(entropy: dict[str, Any], scheduler: dict[str, Any], think: int = 30) -> Stream:
     made = stream(policy(scheduler=EARLY | scheduler, entropy=CALIBRATED | entropy), agent=FakeAgent())
-    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    each_token_ends_a_sentence(made)
     made.open("a", think=think, answer=2)
     made.step(think + 10)
     assert made.balanced()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -13,15 +13,12 @@ from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.engine.session import Session
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
-
-NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+from tests.unit.sessions import NOW, govern
 
 
 def governed() -> Session:
     session = Session("s", hello(), NOW, parts=STREAM_PARTS)
-    (settings,) = session.on_policy(1, policy(scheduler={"max_think_tokens": 600}))
-    status = agent_pb2.SettingsStatus(nonce=settings.settings.nonce, revision=1)
-    session.on_message(agent_pb2.ConnectRequest(settings_status=status), NOW)
+    govern(session, 1, policy(scheduler={"max_think_tokens": 600}))
     return session
 
 
@@ -79,8 +76,6 @@ def test_parts_that_no_agent_sends(second: agent_pb2.ConnectRequest, error: str)
 def test_answers_to_settings_and_freezes_may_come_between_parts() -> None:
     session = governed()
     session.on_message(message(0, 1, continues=True), NOW)
-    (settings,) = session.on_policy(2, policy(scheduler={"max_think_tokens": 500}))
-    status = agent_pb2.SettingsStatus(nonce=settings.settings.nonce, revision=2)
-    session.on_message(agent_pb2.ConnectRequest(settings_status=status), NOW)
+    govern(session, 2, policy(scheduler={"max_think_tokens": 500}))
     said = session.on_message(message(1, 2, continues=False), NOW)
     assert [cap.max_think_tokens for cap in said[0].directives.caps] == [500, 500]

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.engine.session import Session
@@ -24,10 +23,8 @@ from meridian_control.journal.messages import explain_request, list_decisions, n
 from meridian_control.journal.records import Decision
 from meridian_control.journal.request_ids import sampled
 from tests.fakes.agent import StreamChecker
-from tests.fakes.engine import TEXT
-from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, stream
+from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, each_token_ends_a_sentence, stream
 
 
 def life(made: Stream, request_id: str = "a", engine_id: str = "") -> fleet_pb2.RequestLife:
@@ -147,7 +144,7 @@ def test_what_the_other_rules_compared(
     made.agent.end_rank = 3
     made.open("a")
     made.step(3)
-    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    each_token_ends_a_sentence(made)
     made.step(40)
     (force,) = decisions(made, kind="force")
     assert force.reason == reason
@@ -333,7 +330,7 @@ def test_a_probe_has_only_the_values_that_decided_about_it() -> None:
     assert (cap.phase, cap.max_think_tokens) == (agent_pb2.PHASE_THINK, 32768)
     gate = {"eat_level_threshold_nats": 0.0, "eat_probe_max_rank": 50}
     made.apply(policy(scheduler=EARLY, entropy=CALIBRATED | gate))
-    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    each_token_ends_a_sentence(made)
     made.agent.end_rank = 3
     made.step(100)
     gated = decisions(made, kind="probe")[0]
@@ -409,15 +406,6 @@ def test_a_life_with_long_texts_counts_more() -> None:
     assert {life.weight for life in kept} == {5}
     assert made.log.events <= 100
     assert 10 < len(kept) < 20
-
-
-def test_a_life_is_over_as_soon_as_its_request_closes() -> None:
-    ended = list[str]()
-    made = Stream(log=DecisionLog(ended=lambda over: ended.append(over.opened.request_id)))
-    made.apply(policy(scheduler=EARLY))
-    made.open("a", think=2, answer=1)
-    made.step(6)
-    assert ended == ["a"], "traces need not wait for a reader"
 
 
 def test_live_requests_go_too_where_there_is_no_other_room() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,9 @@ from meridian_control.offline.trace_file import FileError, TraceWriter, read
 from tests.fakes import traces
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WINDOW = 16
 
@@ -69,16 +72,34 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         traces.write(Path("/dev/full"), made)
 
 
-def test_a_missing_file(path: Path) -> None:
+def test_a_file_without_records(path: Path) -> None:
+    """A recorder that was killed leaves an empty trace."""
     assert complaint_of(path) == f"{path}: cannot be read: No such file or directory"
-
-
-def test_an_empty_trace(path: Path) -> None:
-    """A recorder that was killed leaves such a file."""
     traces.write(path, [])
-    assert complaint_of(path) == f"{path}: is empty: a trace has records from its beginning on"
-    path.write_bytes(b"")
-    assert complaint_of(path) == f"{path}: is empty: a trace has records from its beginning on"
+    for content in (path.read_bytes(), b""):
+        path.write_bytes(content)
+        assert complaint_of(path) == f"{path}: is empty: a trace has records from its beginning on"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[entropy]\nema_alpha = 1\n", "is not a trace: not gzip"),
+        *(
+            (gzip.compress(record, mtime=0), f"is not a record of a trace{reason}")
+            for record, reason in (
+                (b"\x05hello", ": "),
+                (b"\x00", ""),
+                (b"\x7f" + b"x" * 20, ": "),
+                (b"\xff" * 8 + b"\x01", ": its length is given as "),
+                (b"\xff" * 3, ": "),
+            )
+        ),
+    ],
+)
+def test_a_foreign_file(path: Path, content: bytes, reason: str) -> None:
+    path.write_bytes(content)
+    assert complaint_of(path).startswith(f"{path}: at byte 0 (uncompressed) {reason}")
 
 
 def test_a_file_that_is_cut_off(path: Path) -> None:
@@ -89,22 +110,6 @@ def test_a_file_that_is_cut_off(path: Path) -> None:
     offset = int(complaint.split("at byte ")[1].split()[0])
     assert complaint == f"{path}: at byte {offset} (uncompressed) is cut off: the record is not complete"
     assert 0 < offset < sum(record.ByteSize() + 3 for record in made)
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"[entropy]\nema_alpha = 1\n", "is not a trace: not gzip"),
-        (gzip.compress(b"\x05hello", mtime=0), "is not a record of a trace: "),
-        (gzip.compress(b"\x00", mtime=0), "is not a record of a trace"),
-        (gzip.compress(b"\x7f" + b"x" * 20, mtime=0), "is not a record of a trace: "),
-        (gzip.compress(b"\xff" * 8 + b"\x01", mtime=0), "is not a record of a trace: its length is given as "),
-        (gzip.compress(b"\xff" * 3, mtime=0), "is not a record of a trace: "),
-    ],
-)
-def test_a_foreign_file(path: Path, content: bytes, reason: str) -> None:
-    path.write_bytes(content)
-    assert complaint_of(path).startswith(f"{path}: at byte 0 (uncompressed) {reason}")
 
 
 # ---------------------------------------------------------------------------------------------------------- contents
@@ -216,27 +221,27 @@ def test_a_snapshot_ends_what_was_known(path: Path) -> None:
     assert "old" not in found.seen
 
 
-def test_a_record_that_breaks_the_contract(path: Path) -> None:
-    made = traces.records([traces.made_up(0)])
+def parts_of_two_snapshots(made: list[fleet_pb2.TraceRecord]) -> list[fleet_pb2.TraceRecord]:
+    parts = [agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=step, continues=True)) for step in (1, 2)]
+    return [*made, *(fleet_pb2.TraceRecord(session_id=made[0].session_id, up=part) for part in parts)]
+
+
+def columns_of_two_lengths(made: list[fleet_pb2.TraceRecord]) -> list[fleet_pb2.TraceRecord]:
     made[5].up.step.tokens.flags.append(1)
-    with pytest.raises(FileError, match="record 5: its columns must have one length"):
-        collect([traces.write(path, made)])
+    return made
 
 
-def test_parts_of_different_snapshots(path: Path) -> None:
-    made = traces.records([traces.made_up(0)])
-    for step in (1, 2):
-        part = agent_pb2.Snapshot(step=step, continues=True)
-        session = made[0].session_id
-        made.append(fleet_pb2.TraceRecord(session_id=session, up=agent_pb2.ConnectRequest(snapshot=part)))
-    traces.write(path, made)
-    with pytest.raises(FileError, match=f"{path}: at byte .* a part of the snapshot of step 1 must follow; got step 2"):
-        list(read(path))
-
-
-def test_a_session_without_its_hello(path: Path) -> None:
-    with pytest.raises(FileError, match="record 0: its session has no Hello before it"):
-        collect([traces.write(path, traces.records([traces.made_up(0)])[2:])])
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (columns_of_two_lengths, "record 5: its columns must have one length"),
+        (parts_of_two_snapshots, "at byte .* a part of the snapshot of step 1 must follow; got step 2"),
+        (lambda made: made[2:], "record 0: its session has no Hello before it"),
+    ],
+)
+def test_records_that_break_the_contract(path: Path, spoil: Callable[..., Any], complaint: str) -> None:
+    with pytest.raises(FileError, match=complaint):
+        collect([traces.write(path, spoil(traces.records([traces.made_up(0)])))])
 
 
 def test_several_models(path: Path) -> None:

@@ -104,18 +104,49 @@ def explained(subject: Subject) -> dict[str, tuple[str, str]]:
     return {row.path: (row.value, row.origin) for row in explain(POLICY, subject)}
 
 
-def test_explain_names_default_policy_and_override() -> None:
-    rows = explained(Subject(Who("m", "abc"), "m"))
-    assert rows["scheduler.max_think_tokens"] == ("500", "override[0]")
-    assert rows["entropy.ema_alpha"] == ("0.5", "override[0]")
-    assert rows["entropy.shadow"] == ("true", "default")
-    assert rows["model.m.closing_text"] == ('"So"', "policy")
-    assert rows["model.m.reasoning_parser"] == ('""', "default")
-    assert rows["fallback.lease_ms"] == ("30000", "default")
+LOWERED, RAISED = ({"own_floor_tokens": floor, "own_cap_tokens": cap} for floor, cap in ((500, 1001), (700, 800)))
 
 
-def test_explain_names_the_later_override() -> None:
-    assert explained(Subject(Who(tenant="ab"), ""))["entropy.ema_alpha"] == ("0.2", "override[1]")
+@pytest.mark.parametrize(
+    ("who", "own", "expected"),
+    [
+        (
+            Who("m", "abc"),
+            {"model": "m"},
+            {
+                "scheduler.max_think_tokens": ("500", "override[0]"),
+                "entropy.ema_alpha": ("0.5", "override[0]"),
+                "entropy.shadow": ("true", "default"),
+                "model.m.closing_text": ('"So"', "policy"),
+                "model.m.reasoning_parser": ('""', "default"),
+                "fallback.lease_ms": ("30000", "default"),
+            },
+        ),
+        # The later override, and the budgets that match.
+        (
+            Who(tenant="ab"),
+            {},
+            {
+                "entropy.ema_alpha": ("0.2", "override[1]"),
+                "budget[1].tokens_per_day": ("7", "policy"),
+                "budget[0].shadow": ("true", "policy"),
+            },
+        ),
+        # What lowered the floor.
+        (Who(), {}, {"scheduler.min_think_tokens": ("600", "policy")}),
+        (
+            Who(tenant="a"),
+            {},
+            {"scheduler.min_think_tokens": ("500", "override[0]"), "budget[1].tokens_per_day": ("", "")},
+        ),
+        # The request's own limits.
+        (Who(), RAISED, {f"scheduler.{m}_think_tokens": (n, "request") for m, n in (("min", "700"), ("max", "800"))}),
+        (Who(), LOWERED, {f"scheduler.{m}_think_tokens": (n, "policy") for m, n in (("min", "600"), ("max", "1000"))}),
+    ],
+)
+def test_explain_names_what_set_a_value(who: Who, own: dict[str, Any], expected: dict[str, tuple[str, str]]) -> None:
+    rows = explained(Subject(who, own.get("model", ""), **{name: own[name] for name in own if name != "model"}))
+    assert {path: rows.get(path, ("", "")) for path in expected} == expected
 
 
 def test_pressure_entries_are_compared_and_explained_like_budgets() -> None:
@@ -138,27 +169,6 @@ def test_limits_are_those_of_the_engines_labels() -> None:
     found = rows["engine.max_num_active_seqs"], rows["engine.long_prefill_token_threshold"]
     assert [row.origin for row in found] == ["override[0]", "policy"]
     assert [row.value for row in found] == ["0", "512"]
-
-
-def test_explain_lists_the_budgets_that_match() -> None:
-    rows = explained(Subject(Who(tenant="ab"), ""))
-    assert rows["budget[1].tokens_per_day"] == ("7", "policy")
-    assert rows["budget[0].shadow"] == ("true", "policy")
-    assert not [path for path in explained(Subject(Who(tenant="a"), "")) if path.startswith("budget[1]")]
-
-
-def test_explain_names_what_lowered_the_floor() -> None:
-    assert explained(Subject(Who(), ""))["scheduler.min_think_tokens"] == ("600", "policy")
-    assert explained(Subject(Who(tenant="a"), ""))["scheduler.min_think_tokens"] == ("500", "override[0]")
-
-
-def test_explain_knows_the_requests_own_limits() -> None:
-    rows = explained(Subject(Who(), "", own_floor_tokens=700, own_cap_tokens=800))
-    assert rows["scheduler.min_think_tokens"] == ("700", "request")
-    assert rows["scheduler.max_think_tokens"] == ("800", "request")
-    rows = explained(Subject(Who(), "", own_floor_tokens=500, own_cap_tokens=1001))
-    assert rows["scheduler.min_think_tokens"] == ("600", "policy")
-    assert rows["scheduler.max_think_tokens"] == ("1000", "policy")
 
 
 @pytest.mark.parametrize("who", [Who(), Who(tenant="a"), Who("m", "ab")])

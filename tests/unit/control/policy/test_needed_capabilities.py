@@ -12,7 +12,6 @@ from meridian_control.policy.needed_capabilities import missing
 from tests.fakes.agent import ALL, hello
 from tests.fakes.tables import policy
 
-NONE = agent_pb2.Capabilities()
 CAPABILITIES = ("token_entropy", "force_end", "eat_probe", "dispatch", "reclaim", "template_strips_think")
 
 
@@ -69,155 +68,102 @@ def test_what_is_shadowed_or_disabled_does_not(sections: dict[str, Any], capabil
     assert missing(policy(**quiet), hello(capabilities=lacking(capability))) == ""
 
 
-def test_the_defaults_work_on_every_engine() -> None:
-    assert missing(policy(), hello(capabilities=NONE)) == ""
-    assert missing(policy(scheduler={"strategy": "stock"}), hello(capabilities=NONE)) == ""
+def lacks(**paths: str) -> str:
+    """Return what is said of each capability that the engine lacks, and of the fields that need it."""
+    return "; ".join(f"the engine lacks {name}, needed for {path}" for name, path in paths.items())
 
 
-def test_a_rule_that_is_switched_off_asks_for_nothing() -> None:
-    off = {"shadow": False, "eat_level_threshold_nats": 0.0, "rpdi_threshold": 0.0}
-    assert missing(policy(entropy=off), hello(capabilities=NONE)) == ""
-    only_rank = {**off, "rank_conditions": [{"max_ranks": [5]}]}
-    assert missing(policy(entropy=only_rank), hello(capabilities=lacking("eat_probe"))) == ""
+def budget(scheduler: Any = None, **fields: Any) -> dict[str, Any]:
+    return {"scheduler": scheduler or {}, "budget": [{"name": "a", "tokens_per_day": 1, **fields}]}
 
 
-def test_all_that_is_lacking_is_named() -> None:
-    said = missing(policy(entropy=IN_FORCE, scheduler={"strategy": "deadline"}), hello(capabilities=NONE))
-    assert said == (
-        "the engine lacks dispatch, needed for scheduler.strategy; "
-        "the engine lacks eat_probe, needed for entropy.eat_level_threshold_nats; "
-        "the engine lacks force_end, needed for entropy.eat_level_threshold_nats, entropy.rpdi_threshold; "
-        "the engine lacks token_entropy, needed for entropy.rpdi_threshold"
-    )
+def pressure(entropy: Any = None, **fields: Any) -> dict[str, Any]:
+    entry = {"name": "a", "ttft_p99_ms": 1, **IN_FORCE, **fields}
+    return {"scheduler": OFF, "entropy": entropy or {}, "pressure": [entry]}
 
 
-@pytest.mark.parametrize(
-    ("match", "asks"),
-    [
-        ({}, True),
-        ({"model": "m"}, True),
-        ({"model": "other-*"}, False),
-        ({"engine_labels": {"zone": "a"}}, True),
-        ({"engine_labels": {"zone": "b"}}, False),
-        ({"tenant": "acme", "effort": "low"}, True),
-    ],
+def pools(**fields: Any) -> dict[str, Any]:
+    both = {"thinking_pool": {"pool": "think"}, "answering_pool": {"pool": "answer"}}
+    return {"disagg": {"enabled": True, **IN_FORCE, **both, **fields}}
+
+
+OFF = {"enabled": False}
+ZONE_A = {"labels": {"zone": "a"}}
+EAT = "entropy.eat_level_threshold_nats"
+ENTROPY = lacks(eat_probe=EAT, force_end=f"{EAT}, entropy.rpdi_threshold", token_entropy="entropy.rpdi_threshold")
+NO_RULE = {**IN_FORCE, "eat_level_threshold_nats": 0.0, "rpdi_threshold": 0.0}
+UNDER_PRESSURE = lacks(**dict.fromkeys(("eat_probe", "force_end", "token_entropy"), "pressure[0].entropy_in_force"))
+QUEUEING = lacks(queueing_time="pressure[0].queueing_p99_ms")
+MARKERS = "the end marker has several tokens"
+THINKS, ANSWERS = (
+    {"labels": {"pool": pool}, reason: MARKERS}
+    for pool, reason in (("think", "no_hand_over"), ("answer", "no_answer_handed_over"))
 )
-def test_overrides_ask_where_they_may_hold(match: dict[str, Any], asks: bool) -> None:
-    asked = policy(override=[{**match, "entropy": IN_FORCE}])
-    said = missing(asked, hello(capabilities=NONE, labels={"zone": "a"}))
-    assert bool(said) == asks
-
-
-POOLS = {"enabled": True, "shadow": False, "thinking_pool": {"pool": "think"}, "answering_pool": {"pool": "answer"}}
-
-
-@pytest.mark.parametrize(
-    ("pool", "capability", "path", "reason"),
-    [
-        ("think", "hand_over", "disagg.thinking_pool", "no_hand_over"),
-        ("answer", "answer_handed_over", "disagg.answering_pool", "no_answer_handed_over"),
-    ],
-)
-def test_an_engine_in_a_pool_needs_what_the_pool_does(pool: str, capability: str, path: str, reason: str) -> None:
-    own: dict[str, Any] = {"labels": {"pool": pool}, reason: "the end marker has several tokens"}
-    lacks = hello(capabilities=NONE, **own)
-    text = f"the engine lacks {capability}, needed for {path}: the end marker has several tokens"
-    assert missing(policy(disagg=POOLS), lacks) == text
-    assert missing(policy(disagg=POOLS), hello(capabilities=agent_pb2.Capabilities(**{capability: True}), **own)) == ""
-    assert missing(policy(disagg=POOLS), hello(capabilities=NONE, labels={"pool": "other"})) == ""
-    for off in ({"shadow": True}, {"enabled": False}):
-        assert missing(policy(disagg=POOLS | off), lacks) == ""
-
-
-@pytest.mark.parametrize(
-    ("budget", "scheduler", "asks"),
-    [
-        ({"shadow": False}, {}, True),
-        ({"shadow": False, "model": "m*"}, {}, True),
-        ({"shadow": False, "model": "other"}, {}, False),
-        ({}, {}, False),
-        ({"shadow": False}, {"enabled": False}, False),
-        ({"shadow": False}, {"shadow": True}, False),
-    ],
-)
-def test_a_budget_in_force_asks_for_forced_ends(budget: dict[str, Any], scheduler: dict[str, Any], asks: bool) -> None:
-    asked = policy(scheduler=scheduler, budget=[{"name": "a", "tokens_per_day": 1, **budget}])
-    said = "the engine lacks force_end, needed for budget[0].max_think_tokens" if asks else ""
-    assert missing(asked, hello(capabilities=NONE)) == said
-
-
-@pytest.mark.parametrize(
-    ("pressure", "entropy", "asks"),
-    [
-        ({}, {}, True),
-        ({"entropy_in_force": False}, {}, False),
-        ({"shadow": True}, {}, False),
-        ({"model": "other"}, {}, False),
-        ({}, {"enabled": False}, False),
-    ],
-)
-def test_entropy_rules_under_pressure_ask_for_what_they_read(
-    pressure: dict[str, Any], entropy: dict[str, Any], asks: bool
-) -> None:
-    entry = {"name": "a", "ttot_p99_ms": 1, "shadow": False, "entropy_in_force": True, **pressure}
-    asked = policy(scheduler={"enabled": False}, entropy=entropy, pressure=[entry])
-    lacking = "; ".join(
-        f"the engine lacks {name}, needed for pressure[0].entropy_in_force"
-        for name in ("eat_probe", "force_end", "token_entropy")
-    )
-    assert missing(asked, hello(capabilities=NONE)) == (lacking if asks else "")
-
-
-@pytest.mark.parametrize(
-    ("pressure", "asks"),
-    [({}, True), ({"queueing_p99_ms": 0}, False), ({"shadow": True}, False), ({"model": "other"}, False)],
-)
-def test_a_target_for_queueing_time_asks_for_agents_that_report_it(pressure: dict[str, Any], asks: bool) -> None:
-    entry = {"name": "a", "ttft_p99_ms": 1, "queueing_p99_ms": 1, "shadow": False, **pressure}
-    asked = policy(scheduler={"enabled": False}, pressure=[entry])
-    said = "the engine lacks queueing_time, needed for pressure[0].queueing_p99_ms" if asks else ""
-    assert missing(asked, hello(capabilities=NONE)) == said
-    assert missing(asked, hello(capabilities=agent_pb2.Capabilities(queueing_time=True))) == ""
-
-
 LIMITS = {"max_num_active_seqs": 4, "long_prefill_token_threshold": 64}
 FIXED = agent_pb2.EngineLimits(
     max_num_active_seqs=agent_pb2.EngineLimit(startup=8, lowest=1, highest=8, refusal="vLLM 0.30.0 lacks: x"),
     long_prefill_token_threshold=agent_pb2.EngineLimit(lowest=16, highest=1024),
 )
+REFUSED = "the engine cannot change engine.max_num_active_seqs: vLLM 0.30.0 lacks: x"
+OLDER = "; ".join(f"the engine cannot change engine.{name}: its agent does not know this limit" for name in LIMITS)
+IN_ZONE = {"override": [{"engine_labels": {"zone": "a"}, "engine": LIMITS}]}
+MAY, QUEUE = {"may_preempt": True}, {"no_preempt": "its queue has another order"}
+SAID: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {}, ""),
+    ({"scheduler": {"strategy": "stock"}}, {}, ""),
+    # A rule that is switched off asks for nothing, and neither does give-up, which is in shadow by default.
+    ({"entropy": NO_RULE}, {}, ""),
+    ({"entropy": {**NO_RULE, "give_up_tokens": 1}}, {}, ""),
+    ({"entropy": {**NO_RULE, "rank_conditions": [{"max_ranks": [5]}]}}, {"capabilities": lacking("eat_probe")}, ""),
+    # All that is lacking is named.
+    (
+        {"entropy": IN_FORCE, "scheduler": {"strategy": "deadline"}},
+        {},
+        f"{lacks(dispatch='scheduler.strategy')}; {ENTROPY}",
+    ),
+    # Overrides ask where they may hold.
+    *(
+        ({"override": [{**match, "entropy": IN_FORCE}]}, ZONE_A, ENTROPY.replace("entropy.", "override[0].entropy."))
+        for match in ({}, {"model": "m"}, {"engine_labels": {"zone": "a"}}, {"tenant": "acme", "effort": "low"})
+    ),
+    *(
+        ({"override": [{**match, "entropy": IN_FORCE}]}, ZONE_A, "")
+        for match in ({"model": "other-*"}, {"engine_labels": {"zone": "b"}})
+    ),
+    # An engine in a pool needs what the pool does.
+    (pools(), THINKS, f"{lacks(hand_over='disagg.thinking_pool')}: {MARKERS}"),
+    (pools(), ANSWERS, f"{lacks(answer_handed_over='disagg.answering_pool')}: {MARKERS}"),
+    (pools(), {**THINKS, "capabilities": agent_pb2.Capabilities(hand_over=True)}, ""),
+    (pools(), {**ANSWERS, "capabilities": agent_pb2.Capabilities(answer_handed_over=True)}, ""),
+    (pools(), {"labels": {"pool": "other"}}, ""),
+    *((pools(**off), engine, "") for off in ({"shadow": True}, OFF) for engine in (THINKS, ANSWERS)),
+    *((budget(**IN_FORCE, **own), {}, lacks(force_end="budget[0].max_think_tokens")) for own in ({}, {"model": "m*"})),
+    *((asked, {}, "") for asked in (budget(), budget(**IN_FORCE, model="other"))),
+    *((budget(off, **IN_FORCE), {}, "") for off in (OFF, {"shadow": True})),
+    (pressure(entropy_in_force=True), {}, UNDER_PRESSURE),
+    *((pressure(entropy_in_force=True, **own), {}, "") for own in ({"shadow": True}, {"model": "other"})),
+    *((asked, {}, "") for asked in (pressure(), pressure(OFF, entropy_in_force=True))),
+    (pressure(queueing_p99_ms=1), {}, QUEUEING),
+    (pressure(queueing_p99_ms=1), {"capabilities": agent_pb2.Capabilities(queueing_time=True)}, ""),
+    *((pressure(queueing_p99_ms=1, **own), {}, "") for own in ({"shadow": True}, {"model": "other"})),
+    # A limit that the engine cannot change is refused by name. An override sets the limits of engines with its labels.
+    ({"engine": LIMITS}, {"engine_limits": FIXED}, REFUSED),
+    ({"engine": {**LIMITS, "max_num_active_seqs": 0}}, {"engine_limits": FIXED}, ""),
+    ({"engine": LIMITS, "scheduler": {"strategy": "deadline"}}, {}, f"{lacks(dispatch='scheduler.strategy')}; {OLDER}"),
+    (IN_ZONE, {**ZONE_A, "engine_limits": FIXED}, REFUSED),
+    (IN_ZONE, {"labels": {"zone": "b"}, "engine_limits": FIXED}, ""),
+    # Requests that may preempt ask.
+    *((asked, QUEUE, "") for asked in ({"preemption": MAY}, {"preemption": IN_FORCE})),
+    ({"preemption": {**MAY, **IN_FORCE}}, QUEUE, f"{lacks(preempt='preemption.may_preempt')}: {QUEUE['no_preempt']}"),
+    (
+        {"preemption": IN_FORCE, "override": [{"tenant": "chat", "preemption": MAY}]},
+        QUEUE,
+        f"{lacks(preempt='override[0].preemption.may_preempt')}: {QUEUE['no_preempt']}",
+    ),
+]
 
 
-def test_a_limit_that_the_engine_cannot_change_is_refused_by_name() -> None:
-    said = missing(policy(engine=LIMITS), hello(capabilities=NONE, engine_limits=FIXED))
-    assert said == "the engine cannot change engine.max_num_active_seqs: vLLM 0.30.0 lacks: x"
-    assert missing(policy(engine={**LIMITS, "max_num_active_seqs": 0}), hello(engine_limits=FIXED)) == ""
-    older = missing(policy(engine=LIMITS, scheduler={"strategy": "deadline"}), hello(capabilities=NONE))
-    assert older == (
-        "the engine lacks dispatch, needed for scheduler.strategy; "
-        "the engine cannot change engine.max_num_active_seqs: its agent does not know this limit; "
-        "the engine cannot change engine.long_prefill_token_threshold: its agent does not know this limit"
-    )
-
-
-def test_an_override_sets_limits_of_the_engines_with_its_labels_only() -> None:
-    asked = policy(override=[{"engine_labels": {"zone": "a"}, "engine": LIMITS}])
-    assert "max_num_active_seqs" in missing(asked, hello(engine_limits=FIXED, labels={"zone": "a"}))
-    assert missing(asked, hello(engine_limits=FIXED, labels={"zone": "b"})) == ""
-
-
-MAY = {"may_preempt": True}
-
-
-@pytest.mark.parametrize(
-    ("sections", "path"),
-    [
-        ({"preemption": {**MAY, **IN_FORCE}}, "preemption.may_preempt"),
-        ({"preemption": IN_FORCE, "override": [{"tenant": "chat", "preemption": MAY}]}, "override[0].preemption"),
-        ({"preemption": MAY}, ""),
-        ({"preemption": IN_FORCE}, ""),
-    ],
-)
-def test_requests_that_may_preempt_ask(sections: dict[str, Any], path: str) -> None:
-    said = missing(policy(**sections), hello(capabilities=lacking(), no_preempt="its queue has another order"))
-    assert path in said
-    assert bool(path) == said.endswith("may_preempt: its queue has another order")
+@pytest.mark.parametrize(("sections", "engine", "said"), SAID)
+def test_what_is_said_of_an_engine(sections: dict[str, Any], engine: dict[str, Any], said: str) -> None:
+    """An engine that can do nothing, unless it says what it can."""
+    assert missing(policy(**sections), hello(**{"capabilities": agent_pb2.Capabilities(), **engine})) == said

@@ -75,12 +75,6 @@ def test_each_stage_shortens_and_none_goes_below_the_floors(
     assert (by.cap.section, by.cap.name, by.cap.stage, by.cap.without) == ("budget", "acme", stage, own)
 
 
-def test_no_stage_begins_soft_close_later_than_the_stage_before() -> None:
-    own = policy(scheduler={"min_think_tokens": 10}, budget=[{**ACME, **DEEP, "soft_think_tokens": 500}])
-    held = [shortened(own, in_stages(own.budget, {"acme": stage}))[0] for stage in (SOFT_CLOSE, LOWER_CAP, FLOOR)]
-    assert [one.scheduler.soft_think_tokens for one in held] == [500, 500, 10]
-
-
 @pytest.mark.parametrize(
     ("budget", "scheduler", "stages"),
     [
@@ -100,42 +94,31 @@ def test_other_requests_keep_their_policy(
     assert shortened(own, in_stages(matching(own.budget, WHO), stages)) == (own, None)
 
 
+ALL = {**ACME, **DEEP, "name": "all", "soft_think_tokens": 9000}
+STRICT = [{**ACME, **DEEP}, {**ALL, "max_think_tokens": 1000}]
+LATE = [{**ACME, **DEEP, "soft_think_tokens": 500}, {**ALL, "max_think_tokens": 6000}]
+
+
 @pytest.mark.parametrize(
-    ("stages", "name", "cap"),
+    ("budgets", "stages", "soft", "cap", "name"),
     [
-        ({"acme": LOWER_CAP, "all": SOFT_CLOSE}, "acme", 2048),
-        ({"acme": LOWER_CAP, "all": FLOOR}, "all", 512),
-        ({"acme": LOWER_CAP, "all": LOWER_CAP}, "all", 1000),
-        ({"acme": SOFT_CLOSE, "all": SOFT_CLOSE}, "acme", 32768),
+        # The strictest budget counts.
+        (STRICT, {"acme": LOWER_CAP, "all": SOFT_CLOSE}, 1024, 2048, "acme"),
+        (STRICT, {"acme": LOWER_CAP, "all": FLOOR}, 10, 10, "all"),
+        (STRICT, {"acme": LOWER_CAP, "all": LOWER_CAP}, 500, 1000, "all"),
+        (STRICT, {"acme": SOFT_CLOSE, "all": SOFT_CLOSE}, 4096, 32768, "acme"),
+        # No stage begins soft close later than the stage before, or undoes what another budget shortened.
+        (LATE, {"acme": SOFT_CLOSE}, 500, 32768, "acme"),
+        (LATE, {"acme": LOWER_CAP}, 500, 2048, "acme"),
+        (LATE, {"acme": FLOOR}, 10, 10, "acme"),
+        (LATE, {"acme": SOFT_CLOSE, "all": SOFT_CLOSE}, 500, 32768, "acme"),
+        (LATE, {"acme": SOFT_CLOSE, "all": LOWER_CAP}, 500, 6000, "all"),
+        (LATE, {"acme": SOFT_CLOSE, "all": FLOOR}, 10, 10, "all"),
     ],
 )
-def test_the_strictest_budget_counts(stages: dict[str, int], name: str, cap: int) -> None:
-    every = {
-        "name": "all",
-        "tokens_per_minute": 9,
-        "max_think_tokens": 1000,
-        "soft_think_tokens": 9000,
-        "shadow": False,
-    }
-    own = policy(budget=[{**ACME, **DEEP}, {**every, **DEEP}])
+def test_several_budgets(budgets: list[dict[str, Any]], stages: dict[str, int], soft: int, cap: int, name: str) -> None:
+    own = policy(scheduler={"min_think_tokens": 10}, budget=budgets)
     held, by = shortened(own, in_stages(matching(own.budget, WHO), stages))
-    assert by is not None
-    assert (by.cap.name, held.scheduler.max_think_tokens) == (name, cap)
-
-
-@pytest.mark.parametrize(
-    ("stage", "soft", "cap", "name"),
-    [
-        (UNSHORTENED, 500, 32768, "acme"),
-        (SOFT_CLOSE, 500, 32768, "acme"),
-        (LOWER_CAP, 500, 6000, "all"),
-        (FLOOR, 10, 10, "all"),
-    ],
-)
-def test_no_stage_of_a_budget_undoes_what_another_one_shortened(stage: int, soft: int, cap: int, name: str) -> None:
-    every = {**ACME, **DEEP, "name": "all", "max_think_tokens": 6000, "soft_think_tokens": 9000}
-    own = policy(scheduler={"min_think_tokens": 10}, budget=[{**ACME, "soft_think_tokens": 500}, every])
-    held, by = shortened(own, in_stages(own.budget, {"acme": SOFT_CLOSE, "all": stage}))
     assert (held.scheduler.soft_think_tokens, held.scheduler.max_think_tokens) == (soft, cap)
     assert by is not None
     assert by.cap.name == name

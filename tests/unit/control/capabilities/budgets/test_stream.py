@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.capabilities.budgets.charges import OTHERS, Carried
 from meridian_control.capabilities.budgets.charges import ROOM as SETS_ROOM
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.session import Session
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
-from tests.fakes.engine import TEXT
 from tests.fakes.parts import parts
-from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy, tokens
-from tests.unit.sessions import Stream, aborts, opens, play, step_report, stream
+from tests.unit.sessions import Stream, aborts, each_token_ends_a_sentence, govern, opens, play, step_report, stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +48,7 @@ def budgeted(shadow: bool = False, **scheduler: Any) -> Policy:
 def closable(first: Policy) -> Stream:
     """Return an engine on which every token ends a sentence with a likely end marker."""
     made = stream(first)
-    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    each_token_ends_a_sentence(made)
     made.agent.end_rank = 1
     return made
 
@@ -326,9 +323,7 @@ def test_the_next_stream_counts_on_where_the_last_one_ended() -> None:
     assert (counted, charges(made).take_tokens()) == ({"a": 5}, {"acme": 5})
     again = following(made, "s2", Carried("s", counted))
     again.on_message(snapshot(30), made.now)
-    settings = again.on_policy(1, budgeted())[0].settings
-    status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=1)
-    again.on_message(agent_pb2.ConnectRequest(settings_status=status), made.now)
+    govern(again, 1, budgeted(), made.now)
     assert charges(again).take_tokens() == {"acme": 25}
     again.on_message(snapshot(31), made.now)
     assert charges(again).take_tokens() == {"acme": 1}, "what was carried over holds for the first snapshot only"

@@ -20,18 +20,45 @@ def later(seconds: float) -> datetime:
     return NOW + timedelta(seconds=seconds)
 
 
+WIDER = MINUTE.model_copy(update={"tokens_per_minute": 1200})
+
+
+@pytest.mark.parametrize(
+    ("charges", "account", "budget", "seconds", "remains"),
+    [
+        ([], None, BOTH, 0, (1200, 86_400)),
+        ([], None, MINUTE, 0, (600, None)),
+        # Usage empties both buckets, and time fills them up to their capacity.
+        ([(300, BOTH, 0)], Account(300, 300, 300, NOW), BOTH, 10, (1000, 86_110)),
+        ([(300, BOTH, 0)], Account(300, 300, 300, NOW), BOTH, 30, (1200, 86_130)),
+        ([(300, BOTH, 0), (100, BOTH, 10)], Account(400, 300, 390, later(10)), BOTH, 10, (900, 86_010)),
+        # Changed limits hold at once; a new limit begins with a full bucket.
+        ([(300, MINUTE, 0)], Account(300, 300, 0, NOW), WIDER, 0, (900, None)),
+        ([(300, MINUTE, 0)], Account(300, 300, 0, NOW), BOTH, 0, (900, 86_400)),
+        # A clock that lags refills nothing twice; a time far ahead comes from a wrong clock.
+        ([(300, MINUTE, 10), (50, MINUTE, 5)], Account(350, 350, 0, later(10)), MINUTE, 15, (300, None)),
+        ([(300, MINUTE, 3600), (50, MINUTE, 0)], Account(350, 350, 0, NOW), MINUTE, 0, (250, None)),
+        # Tokens that were rejected come back.
+        ([(100, MINUTE, 0), (-30, MINUTE, 0)], Account(70, 70, 0, NOW), MINUTE, 0, (530, None)),
+        ([(-30, MINUTE, 0)], Account(0, 0, 0, NOW), MINUTE, 0, (600, None)),
+    ],
+)
+def test_what_is_charged_and_what_remains(
+    charges: list[tuple[int, BudgetPolicy, float]],
+    account: Account | None,
+    budget: BudgetPolicy,
+    seconds: float,
+    remains: tuple[int, int | None],
+) -> None:
+    made: Account | None = None
+    for tokens, under, at in charges:
+        made = charged(made, tokens, under, later(at))
+    assert made == account
+    assert left(made, budget, later(seconds)) == remains
+
+
 def test_an_unused_budget_is_full() -> None:
-    assert left(None, BOTH, NOW) == (1200, 86_400)
-    assert left(None, MINUTE, NOW) == (600, None)
     assert left_ratio(None, BOTH, NOW) == 1
-
-
-def test_usage_empties_both_buckets_and_time_fills_them() -> None:
-    account = charged(None, 300, BOTH, NOW)
-    assert account == Account(300, 300, 300, NOW)
-    assert left(account, BOTH, later(10)) == (1000, 86_110)
-    assert left(account, BOTH, later(30)) == (1200, 86_130), "a bucket holds no more than its capacity"
-    assert charged(account, 100, BOTH, later(10)) == Account(400, 300 - 100 + 100, 300 - 10 + 100, later(10))
 
 
 def test_no_usage_is_too_large_for_the_store() -> None:
@@ -57,31 +84,6 @@ def test_thinking_beyond_the_budget_is_paid_back_up_to_one_capacity() -> None:
     assert left_ratio(much, MINUTE, NOW) == -1
     assert much.used_tokens == 10**9 + 900
     assert left_ratio(much, MINUTE, later(60)) == 0
-
-
-def test_changed_limits_hold_at_once() -> None:
-    account = charged(None, 300, MINUTE, NOW)
-    wider = MINUTE.model_copy(update={"tokens_per_minute": 1200})
-    assert left(account, wider, NOW) == (900, None)
-    assert left(account, BOTH, NOW)[1] == 86_400, "a new limit begins with a full bucket"
-
-
-def test_a_clock_that_lags_refills_nothing_twice() -> None:
-    account = charged(None, 300, MINUTE, later(10))
-    behind = charged(account, 50, MINUTE, later(5))
-    assert behind == Account(350, 350, 0, later(10))
-    assert left(behind, MINUTE, later(15)) == (600 - 300, None)
-
-
-def test_a_time_far_ahead_comes_from_a_wrong_clock() -> None:
-    account = charged(None, 300, MINUTE, later(3600))
-    assert charged(account, 50, MINUTE, NOW) == Account(350, 350, 0, NOW)
-
-
-def test_rejected_tokens_come_back() -> None:
-    account = charged(charged(None, 100, MINUTE, NOW), -30, MINUTE, NOW)
-    assert account == Account(70, 70, 0, NOW)
-    assert charged(None, -30, MINUTE, NOW) == Account(0, 0, 0, NOW)
 
 
 @pytest.mark.parametrize("others", [0, 100])

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP
-from tests.fakes.engine import TEXT
-from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED, counts
-from tests.unit.sessions import Stream, stream
+from tests.unit.sessions import Stream, each_token_ends_a_sentence, stream
 
 if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
@@ -54,7 +51,7 @@ def shortened(kind: str, **entropy: Any) -> Policy:
 def run(kind: str, right_from: int, **entropy: Any) -> Stream:
     """Let a request of each arm think, whose trial answer is another one until `right_from` thinking tokens."""
     made = stream(shortened(kind, **entropy))
-    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    each_token_ends_a_sentence(made)
     made.agent.end_rank = 1
     made.agent.eat_nats = 3.0
     made.stages(acme=FLOOR)

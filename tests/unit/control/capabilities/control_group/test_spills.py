@@ -217,3 +217,6 @@ def test_a_model_that_spills_when_it_is_cut(spilling: dict[str, Any], found: boo
     assert min(told.forced_ends.ends, told.natural_ends.ends) > 60
     assert (told.spills.low > MARGIN) == found
     assert told.natural_ends.reentries == 0
+    assert told.saved_ratio.low > 0.2
+    own_estimate = told.shadow_saved_tokens / told.control.think_tokens
+    assert spilling or abs(own_estimate - told.saved_ratio.value) < 0.05, "the shadow's own estimate agrees"

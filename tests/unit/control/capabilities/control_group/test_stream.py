@@ -1,32 +1,35 @@
-"""The control group: who belongs to it, what is counted, and how soon rules that do harm are found."""
+"""The control group: who belongs to it, what is counted, and what several replicas have counted."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
-from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.capabilities.control_group import savings
 from meridian_control.capabilities.control_group.experiments import MAX_EXPERIMENTS, Experiments, rules_of
 from meridian_control.capabilities.control_group.harm_guard import HarmGuard, Watch
 from meridian_control.capabilities.control_group.requests import MIN_COMPARED
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.control_group.stream import ControlGroup
-from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.common.inference import SequentialTest
 from meridian_control.policy.shortening_kinds import ENTROPY, without
-from tests.fakes.engine import TEXT
-from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, aborts, opens, play, stream
-
-if TYPE_CHECKING:
-    from meridian_control.policy.model import Policy
+from tests.unit.sessions import (
+    CALIBRATED,
+    EARLY,
+    NOW,
+    Stream,
+    aborts,
+    each_token_ends_a_sentence,
+    freezes,
+    opens,
+    play,
+    stream,
+)
 
 # EAT below 0.1 nats twice in a row ends thinking.
 RULES = {**CALIBRATED, "eat_warmup_samples": 2, "eat_probe_placement": "anywhere"}
@@ -212,7 +215,7 @@ def test_harm_of_a_rule_without_probes_is_not_measured() -> None:
     capabilities = agent_pb2.Capabilities(token_entropy=True, force_end=True, dispatch=True)
     rules = {"shadow": False, "rpdi_threshold": 0.5, "eat_level_threshold_nats": 0.0, "holdout_share": 0.5}
     made = stream(policy(scheduler=EARLY, entropy={**rules, "rpdi_window_tokens": 2}), capabilities=capabilities)
-    made.agent.engine.tracker.sentences = ends_by_id(bytes(TEXT) + bytes([FLAG_SENTENCE]))
+    each_token_ends_a_sentence(made)
     made.open(CONTROL, think=30, answer=2)
     made.step(40)
     told = counts(made)
@@ -254,9 +257,7 @@ def test_requests_of_a_frozen_engine_do_not_count() -> None:
     made.agent.eat_nats = 3.0
     made.open(CONTROL, think=10, answer=2)
     made.step(5)
-    freeze = Freeze(1, Match(), "ann", "an incident", made.now, made.now + timedelta(hours=1))
-    made.deliver(made.session.on_freezes((freeze,), made.now))
-    made.pump()
+    freezes(made)
     made.step(20)
     assert not made.agent.engine.live
     assert savings.messages(made.session.part(ControlGroup).experiments, None) == [], "nothing has been counted"
@@ -284,52 +285,6 @@ def test_the_same_rules_after_others_begin_anew() -> None:
     assert again is not first
     assert experiments.experiment_of(5, rules) is first, "a late engine still counts under the older revision"
     assert [kept.counts.since_revision for kept in experiments.newest()] == [7, 6]
-
-
-# ------------------------------------------------------------------------------------------------- signals go bad
-
-
-def run(
-    rng: random.Random, rules: Policy, requests: int, bad_from: int, watch: Watch | None = None
-) -> tuple[Stream, int | None]:
-    """Run requests, 50 at a time; from request `bad_from` on, EAT is low before the answer is right in every other one.
-
-    Before that the answer is wrong where EAT is low in 0.3 % of the requests. Return the stream, and the number of the
-    last request that had closed when the watch found harm, None if it did not.
-    """
-    made, batch = stream(rules), 50
-    for begin in range(0, requests, batch):
-        for number in range(begin, begin + batch):
-            right_from = rng.randrange(6, 14)
-            is_wrong = rng.random() < (0.5 if number >= bad_from else 0.003)
-            course = Course(20 + rng.randrange(8), low_from=4 if is_wrong else right_from, right_from=right_from)
-            course.open(made, f"r{rng.getrandbits(64):x}", answer=1)
-        while made.agent.engine.live:
-            made.step()
-        if watch is not None and watch.look({"alone": counts(made)}) >= 1:
-            return made, begin + batch
-    return made, None
-
-
-def test_signals_that_go_bad_in_mid_run_are_found() -> None:
-    """After 300 good requests the harm is found within 1,000 more at the default share, and within 300 at 0.1."""
-    for seed, share, within in ((0, 0.02, 1000), (0, 0.1, 300)):
-        rules = policy(scheduler=EARLY, entropy={**RULES, "holdout_share": share})
-        made, found = run(random.Random(seed), rules, requests=300 + within, bad_from=300, watch=Watch())
-        assert found is not None
-        assert 300 < found <= 300 + within
-        told = counts(made)
-        assert told.harm_ratio.low > told.max_loss, "the exact bound agrees in the end"
-
-
-def test_clean_runs_raise_no_alarm() -> None:
-    for seed in range(4):
-        made, found = run(random.Random(100 + seed), HALF, requests=200, bad_from=10**9, watch=Watch())
-        assert found is None
-    told = counts(made)
-    assert told.saved_ratio.low > 0.2
-    own_estimate = told.shadow_saved_tokens / told.control.think_tokens
-    assert abs(own_estimate - told.saved_ratio.value) < 0.05, "the shadow's own estimate agrees"
 
 
 # ------------------------------------------------------------------------------------------------- several replicas
@@ -362,7 +317,9 @@ def test_the_watch_takes_each_request_in_once_and_begins_anew_with_new_rules() -
     first = watch.look({"a": a, "b": b})
     assert watch.look({"a": a, "b": b}) == first, "no new request, no new evidence"
     grown = watch.look({"a": answer(judged=60, harmful=9), "b": b})
-    assert grown > first
+    alone = SequentialTest(0.01)
+    evidence = alone.add_trials(3, 60), alone.add_trials(6, 10)
+    assert grown / first == pytest.approx(evidence[1] / evidence[0])
     again = watch.look({"a": answer(since_revision=9, judged=1), "b": b})
     assert again < first
     assert watch.look({"a": answer(since_revision=9, judged=1)}) == again, "a replica that is silent takes nothing back"
