@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
@@ -14,12 +16,19 @@ from meridian_control.cli.tables import (
     thinking_lines,
 )
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def cells_of(table: Table) -> dict[str, list[Any]]:
+    """Return the cells of each column by its heading."""
+    return {str(column.header): list(column.cells) for column in table.columns}
+
 
 @pytest.mark.parametrize("connector", ["", "NixlConnector"])
 def test_connectors_have_a_column_if_an_engine_has_one(connector: str) -> None:
     prefill = fleet_pb2.Engine(engine_id="prefill", kv_connector=connector, kv_role="kv_producer" if connector else "")
-    table = engine_table([prefill, fleet_pb2.Engine(engine_id="plain")])
-    cells = {str(column.header): list(column.cells) for column in table.columns}
+    cells = cells_of(engine_table([prefill, fleet_pb2.Engine(engine_id="plain")]))
     assert cells["engine"] == ["prefill", "plain"]
     assert cells.get("KV connector") == (["NixlConnector kv_producer", ""] if connector else None)
 
@@ -29,9 +38,9 @@ def test_pools_and_urls_have_columns_if_an_engine_is_in_a_pool() -> None:
         engine_id="a", pool="thinking", answering_engine=fleet_pb2.AnsweringEngine(url="http://a:8000")
     )
     plain = fleet_pb2.Engine(engine_id="plain")
-    cells = {str(column.header): list(column.cells) for column in engine_table([a, plain]).columns}
+    cells = cells_of(engine_table([a, plain]))
     assert (cells["pool"], cells["URL"]) == (["thinking", "none"], ["http://a:8000", ""])
-    assert "pool" not in {str(column.header) for column in engine_table([plain]).columns}
+    assert "pool" not in cells_of(engine_table([plain]))
 
 
 def test_the_engines_say_why_they_have_no_part_in_handovers_and_what_became_of_them() -> None:
@@ -55,32 +64,23 @@ def test_handovers_in_shadow_are_shown_as_means() -> None:
     assert [list(column.cells) for column in rows.columns] == [["a"], ["4"], ["40"], ["500"], ["2000"]]
 
 
-def test_engines_name_the_limits_that_the_policy_changes() -> None:
+def limited(name: str, wanted: int, in_force: int, more: int, **fields: Any) -> fleet_pb2.Engine:
+    """Return an engine with a limit that its agent may change between bounds, and one that has no highest value."""
     running, piece = agent_pb2.EngineLimit(startup=128, lowest=1, highest=128), agent_pb2.EngineLimit(lowest=16)
-    a, b, stock = (
-        fleet_pb2.Engine(
-            engine_id=name,
-            engine_limits=[
-                fleet_pb2.EngineLimitState(name="running", limit=running, wanted=wanted, in_force=in_force),
-                fleet_pb2.EngineLimitState(name="piece", limit=piece, wanted=more, in_force=more),
-            ],
-        )
-        for name, wanted, in_force, more in (("a", 32, 32, 512), ("b", 500, 128, 0), ("stock", 0, 128, 0))
-    )
-    assert list(limit_lines([a, b, stock, fleet_pb2.Engine(engine_id="older")])) == [
+    rows = [
+        fleet_pb2.EngineLimitState(name="running", limit=running, wanted=wanted, in_force=in_force),
+        fleet_pb2.EngineLimitState(name="piece", limit=piece, wanted=more, in_force=more),
+    ]
+    return fleet_pb2.Engine(engine_id=name, engine_limits=rows, **fields)
+
+
+def test_engines_name_the_limits_that_the_policy_changes() -> None:
+    frozen = limited("f", 32, 128, 0, state=fleet_pb2.CONNECTION_STATE_CONNECTED, freeze={"confirmed": True})
+    engines = limited("a", 32, 32, 512), limited("b", 500, 128, 0), limited("stock", 0, 128, 0), frozen
+    assert list(limit_lines([*engines, fleet_pb2.Engine(engine_id="older")])) == [
         "a runs with running 32 (started with 128), piece 512 (started with 0)",
         "b runs with running 128 (started with 128; the policy sets 500, the engine takes 1 to 128)",
-    ]
-
-
-def test_a_frozen_engine_says_why_a_limit_is_not_in_force() -> None:
-    limit = agent_pb2.EngineLimit(startup=128, lowest=1, highest=128)
-    row = fleet_pb2.EngineLimitState(name="running", limit=limit, wanted=32, in_force=128)
-    connected = fleet_pb2.CONNECTION_STATE_CONNECTED
-    frozen = fleet_pb2.Engine(engine_id="a", engine_limits=[row], state=connected)
-    frozen.freeze.confirmed = True
-    assert list(limit_lines([frozen])) == [
-        "a runs with running 128 (started with 128; the policy sets 32, not in force: frozen by MERIDIAN_FREEZE)"
+        "f runs with running 128 (started with 128; the policy sets 32, not in force: frozen by MERIDIAN_FREEZE)",
     ]
 
 
@@ -88,8 +88,7 @@ def test_a_value_that_may_miss_its_target_is_shown_before_one_with_too_few_sampl
     few = {"target": "ttot_p99_ms", "measured": 900.0, "limit": 100.0, "samples": 9}
     enough = {"target": "output_itl_p99_ms", "measured": 42.0, "limit": 40.0, "samples": 10}
     row = fleet_pb2.Pressure(name="chat", level=1, readings=[fleet_pb2.PressureReading(**r) for r in (few, enough)])  # type: ignore[arg-type]
-    table = pressure_table([fleet_pb2.Engine(engine_id="e", pressures=[row])])
-    cells = {str(column.header): list(column.cells) for column in table.columns}
+    cells = cells_of(pressure_table([fleet_pb2.Engine(engine_id="e", pressures=[row])]))
     assert (cells["target"], cells["measured"], cells["samples"]) == (["output_itl_p99_ms"], ["42"], ["10"])
 
 

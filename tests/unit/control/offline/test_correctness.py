@@ -24,6 +24,8 @@ from tests.fakes.replays import made, recorded_in
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from meridian_control.offline.episodes import Episodes
+
 
 def test_labels_are_looked_up_where_a_stop_takes_effect() -> None:
     judge = Judge(np.array([0, 0, 1]), np.array([10, 20, 5]), np.array([0.0, 1.0, 0.5]), np.array([1.0, 0.25]), False)
@@ -65,6 +67,11 @@ def test_trial_answers_that_do_not_tell_answers_apart(tmp_path: Path, others: li
         check_answers_differ(episodes)
 
 
+def labelled(folder: Path, requests: list[traces.MadeUp]) -> tuple[Path, Episodes]:
+    """Return a file with labels of all requests, and what is read from their recording."""
+    return traces.write_labels(folder / "labels.jsonl", requests), recorded_in(folder, requests)
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
@@ -80,9 +87,7 @@ def test_trial_answers_that_do_not_tell_answers_apart(tmp_path: Path, others: li
     ],
 )
 def test_labels_that_cannot_be_used(tmp_path: Path, row: str, complaint: str) -> None:
-    requests = made(3)
-    episodes = recorded_in(tmp_path, requests)
-    path = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    path, episodes = labelled(tmp_path, made(3))
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "", row, *lines[1:]]))
     with pytest.raises(FileError) as raised:
@@ -91,9 +96,7 @@ def test_labels_that_cannot_be_used(tmp_path: Path, row: str, complaint: str) ->
 
 
 def test_labels_of_requests_that_were_not_recorded_are_left_out(tmp_path: Path) -> None:
-    requests = made(3)
-    episodes = recorded_in(tmp_path, requests)
-    path = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    path, episodes = labelled(tmp_path, made(3))
     before, foreign = from_labels(path, episodes), '{"request_id": "nobody", "correct": true}'
     path.write_text(f"{foreign}\n{path.read_text()}\n{foreign}")
     after = from_labels(path, episodes)
@@ -109,8 +112,7 @@ def test_labels_may_leave_out_what_vllm_adds_to_an_id(tmp_path: Path, prefix: st
     requests = made(3)
     for request in requests:
         request.request_id = prefix + request.request_id
-    episodes = recorded_in(tmp_path, requests)
-    path = traces.write_labels(tmp_path / "labels.jsonl", requests)
+    path, episodes = labelled(tmp_path, requests)
     full = from_labels(path, episodes)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:

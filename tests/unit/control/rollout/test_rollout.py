@@ -488,14 +488,17 @@ def test_harm_rolls_back_once_the_evidence_is_strong(sample: Sample, state: Stat
         assert after.events[-1].reason.startswith("harm_rate is 0.")
 
 
-def test_a_reading_of_harm_that_is_not_measured_has_no_value() -> None:
+def test_what_is_counted_of_harm() -> None:
+    """Counts add up over samples, harm that is not measured has no value, and no harm exceeds a limit of 1."""
+    after = watching()
+    for _ in range(3):
+        after = tick(after, harmed(4, 1), 1.0, NOW)
+    assert after.state is State.ROLLED_BACK
+    assert (after.candidate.judged, after.candidate.harmful, after.candidate.shortened) == (12, 3, 1500)
     (reading,) = [r for r in tick(watching(), harmed(5, 5, unjudged=40), 1.0, NOW).guardrails if "harm" in r.guardrail]
     assert (reading.value, reading.observations) == (None, 5)
-
-
-@pytest.mark.parametrize("limit", [None, 1.0])
-def test_no_harm_is_watched_without_a_limit_or_with_one_of_1(limit: float | None) -> None:
-    assert tick(watching(limit), harmed(100, 100), 1.0, NOW).state is State.RUNNING
+    for limit in (None, 1.0):
+        assert tick(watching(limit), harmed(100, 100), 1.0, NOW).state is State.RUNNING
 
 
 def test_the_limit_for_harm_is_the_plans_or_the_candidates_own() -> None:
@@ -505,11 +508,3 @@ def test_the_limit_for_harm_is_the_plans_or_the_candidates_own() -> None:
     unmeasured = policy(scheduler={"max_think_tokens": 9}, entropy={"enabled": False})
     assert plan().harm_limit(unmeasured) is None
     assert plan(guardrails={"harm_rate": 0.5}).harm_limit(shortening) == 0.5
-
-
-def test_counts_of_harm_add_up_over_samples() -> None:
-    after = watching()
-    for _ in range(3):
-        after = tick(after, harmed(4, 1), 1.0, NOW)
-    assert after.state is State.ROLLED_BACK
-    assert (after.candidate.judged, after.candidate.harmful, after.candidate.shortened) == (12, 3, 1500)

@@ -13,7 +13,7 @@ from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP
 from tests.fakes.tables import policy
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED, counts
-from tests.unit.sessions import Stream, each_token_ends_a_sentence, stream
+from tests.unit.sessions import Stream, each_token_ends_a_sentence, opens, play, stream
 
 if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
@@ -29,6 +29,11 @@ PRESSURE = {"name": "busy", "ttft_p99_ms": 1.0, "max_think_tokens": CUT, "shadow
 def harm_of(made: Stream, kind: str) -> fleet_pb2.ShorteningHarm:
     (found,) = [harm for harm in counts(made).kinds if harm.kind == kind]
     return found
+
+
+def late(tokens: int) -> int:
+    """The trial answer stays from 90 thinking tokens on."""
+    return int(tokens >= 90)
 
 
 def shortened(kind: str, **entropy: Any) -> Policy:
@@ -113,34 +118,25 @@ def test_harm_that_is_not_measured_is_not_0(entropy: dict[str, Any], capabilitie
         assert counts(made).control.think_tokens == THINK, "it is the control group although it cannot be judged"
 
 
-def test_a_budget_that_shortens_nothing_counts_no_request() -> None:
+def test_a_budget_counts_from_when_it_shortens() -> None:
+    """It would end longer thinking at once, and counts no request before."""
     made = stream(shortened("budget"))
     for name in (CONTROL, TREATED):
         made.open(name, THINK, 3)
     made.step(THINK + 20)
     assert (counts(made).judged, harm_of(made, "budget").judged) == (1, 0)
+    made = stream(shortened("budget"))
+    made.agent.eat_nats = 3.0
+    play(made, opens(CONTROL, THINK, 3, trial_answer=late), 60, {"acme": LOWER_CAP}, THINK)
+    assert (harm_of(made, "budget").judged, harm_of(made, "budget").harmful) == (1, 1)
+    assert 55 <= THINK - counts(made).shadow_saved_tokens <= 65
 
 
 def test_the_first_kind_to_end_thinking_is_blamed() -> None:
     """The policy's own cap would come later than the budget's."""
     rules = shortened("budget")
-    later = rules.model_copy(update={"scheduler": rules.scheduler.model_copy(update={"max_think_tokens": 100})})
-    made = stream(later)
+    later = rules.scheduler.model_copy(update={"max_think_tokens": 100})
+    made = stream(rules.model_copy(update={"scheduler": later}))
     made.agent.eat_nats = 3.0
-    made.stages(acme=LOWER_CAP)
-    made.open(CONTROL, THINK, 3, trial_answer=lambda tokens: int(tokens >= 90))
-    made.step(THINK + 20)
-    assert (harm_of(made, "budget").harmful, harm_of(made, "cap").harmful) == (1, 0)
-    assert (harm_of(made, "budget").judged, harm_of(made, "cap").judged) == (1, 1)
-
-
-def test_a_budget_that_begins_to_shorten_would_end_longer_thinking_at_once() -> None:
-    made = stream(shortened("budget"))
-    made.agent.eat_nats = 3.0
-    made.open(CONTROL, THINK, 3, trial_answer=lambda tokens: int(tokens >= 90))
-    made.step(60)
-    made.stages(acme=LOWER_CAP)
-    made.step(THINK)
-    harm = harm_of(made, "budget")
-    assert (harm.judged, harm.harmful) == (1, 1)
-    assert 55 <= THINK - counts(made).shadow_saved_tokens <= 65
+    play(made, {"acme": LOWER_CAP}, opens(CONTROL, THINK, 3, trial_answer=late), THINK + 20)
+    assert [(harm_of(made, kind).judged, harm_of(made, kind).harmful) for kind in ("budget", "cap")] == [(1, 1), (1, 0)]

@@ -199,22 +199,26 @@ def stopped(entropy: dict[str, Any], name: str = CONTROL) -> Stream:
     return made
 
 
-def test_a_request_of_the_control_group_that_would_be_given_up_is_not_harmed() -> None:
-    """The proxy takes each answer that changes for harm, but an answer that changes is what makes the rule fire."""
-    found = counts(stopped({}))
-    assert (found.control.requests, found.control.stopped) == (1, 1)
-    assert found.shadow_saved_tokens > 40
-    assert (found.judged, found.judged_stops, found.harmful, found.unjudged) == (0, 0, 0, 0)
+@pytest.mark.parametrize(
+    ("entropy", "stopped_requests", "saves", "judged"),
+    [
+        # Each answer that changes seems to be harm, but an answer that changes is what makes the rule fire.
+        ({}, 1, True, (0, 0, 0, 0)),
+        # What EAT would have ended is still judged.
+        ({"eat_level_threshold_nats": 2.0, "eat_ema_variance_threshold": 1.0}, 1, True, (1, 1, 1, 0)),
+        # The rule's own shadow is no end.
+        ({"give_up_shadow": True}, 0, False, (1, 0, 0, 0)),
+    ],
+)
+def test_a_request_of_the_control_group_that_would_be_given_up_is_not_harmed(
+    entropy: dict[str, Any], stopped_requests: int, saves: bool, judged: tuple[int, ...]
+) -> None:
+    found = counts(stopped(entropy))
+    assert (found.control.requests, found.control.stopped) == (1, stopped_requests)
+    assert found.shadow_saved_tokens > 40 if saves else found.shadow_saved_tokens == 0
+    assert (found.judged, found.judged_stops, found.harmful, found.unjudged) == judged
 
 
-def test_what_eat_would_have_ended_is_still_judged() -> None:
-    found = counts(stopped({"eat_level_threshold_nats": 2.0, "eat_ema_variance_threshold": 1.0}))
-    assert (found.control.stopped, found.judged, found.harmful) == (1, 1, 1)
-
-
-def test_its_own_shadow_is_no_end_of_a_treated_request() -> None:
-    found = counts(stopped({"give_up_shadow": True}))
-    assert (found.control.requests, found.control.stopped, found.shadow_saved_tokens) == (1, 0, 0)
-    assert (found.judged, found.harmful) == (1, 0)
-    treated = counts(stopped({}, TREATED))
-    assert (treated.treated.requests, treated.treated.stopped) == (1, 1)
+def test_a_treated_request_is_given_up() -> None:
+    found = counts(stopped({}, TREATED))
+    assert (found.treated.requests, found.treated.stopped) == (1, 1)

@@ -39,38 +39,6 @@ def stop(results: Handovers) -> None:
     results.closed(A, agent_pb2.RequestClosed(reason=STOP, handed_over=True), NOW)
 
 
-@pytest.mark.parametrize("stopped_first", [True, False])
-@pytest.mark.parametrize(("tokens", "result"), [(160, HANDED_OVER), (0, RECOMPUTED)])
-def test_the_answering_engine_continues_the_request(tokens: int, result: str, stopped_first: bool) -> None:
-    results, made = decided()
-    if stopped_first:
-        stop(results)
-    results.opened("r", B, NOW)
-    assert (made.result, results.pending()) == ("", 1)
-    results.first_token("r", B, tokens, 31.4, NOW)
-    if not stopped_first:
-        stop(results)
-    assert (made.result, made.detail) == (result, f"{tokens} tokens transferred to b, first token after 31 ms")
-    results.continuation_closed("r", B, STOP, NOW)
-    results.expire(LATE)
-    assert (results.total(), results.pending()) == (Counter({result: 1}), 0)
-
-
-@pytest.mark.parametrize("key", [A, C])
-def test_a_thinking_engine_continues_the_request(key: tuple[str, str, str]) -> None:
-    results, made = decided()
-    stop(results)
-    results.opened("r", key, NOW)
-    assert (made.result, made.detail) == (FINISHED, f"continued on {key[0]}")
-
-
-@pytest.mark.parametrize(("reason", "result"), [(STOP, FINISHED), (ABORT, CLIENT_GONE)])
-def test_a_request_that_is_never_stopped(reason: agent_pb2.FinishReason.ValueType, result: str) -> None:
-    results, made = decided()
-    results.closed(A, agent_pb2.RequestClosed(reason=reason), NOW)
-    assert made.result == result
-
-
 def test_a_request_that_nobody_continues() -> None:
     results, made = decided()
     stop(results)
@@ -78,25 +46,6 @@ def test_a_request_that_nobody_continues() -> None:
     assert made.result == ""
     results.expire(LATE)
     assert (made.result, results.total()) == (CLIENT_GONE, Counter({CLIENT_GONE: 1}))
-
-
-def test_an_engine_that_dies_before_the_first_token_leaves_the_request_to_the_thinking_engine() -> None:
-    results, made = decided()
-    stop(results)
-    results.opened("r", B, NOW)
-    results.lost(B[:2], NOW)
-    results.opened("r", ("a", "1", "again"), NOW)
-    assert made.result == FINISHED
-
-
-def test_a_stream_that_comes_back_goes_on_with_its_requests() -> None:
-    results, made = decided()
-    results.lost(A[:2], NOW)
-    results.relisted(A[:2], {A[2]}, NOW)
-    results.expire(LATE)
-    assert made.result == ""
-    results.closed(A, agent_pb2.RequestClosed(reason=STOP), LATE)
-    assert made.result == FINISHED
 
 
 def test_the_result_belongs_to_the_decision_that_the_relay_obeyed() -> None:
@@ -171,6 +120,44 @@ def happen(results: Handovers, event: str, now: timedelta) -> None:
         results.first_token("r", key, 160 * (kind == "token"), 30.0, at)
     elif kind in ("finish", "abort"):
         results.continuation_closed("r", key, STOP if kind == "finish" else ABORT, at)
+
+
+TRANSFERRED, NONE = (f"{tokens} tokens transferred to b, first token after 30 ms" for tokens in (160, 0))
+
+
+@pytest.mark.parametrize(
+    ("events", "result", "detail"),
+    [
+        # The answering engine continues the request.
+        ("stopped, open b, token b", HANDED_OVER, TRANSFERRED),
+        ("open b, token b", HANDED_OVER, TRANSFERRED),
+        ("stopped, open b, empty b", RECOMPUTED, NONE),
+        ("open b, empty b", RECOMPUTED, NONE),
+        # A thinking engine continues the request.
+        ("stopped, open a", FINISHED, "continued on a"),
+        ("stopped, open c", FINISHED, "continued on c"),
+        # The answering engine dies before its first token.
+        ("stopped, open b, lost b, open a", FINISHED, "continued on a"),
+        # The request is never stopped.
+        ("finished", FINISHED, ""),
+        ("aborted", CLIENT_GONE, ""),
+        # A stream that comes back goes on with its requests.
+        ("lost a, back a, expire, finished", FINISHED, ""),
+    ],
+)
+def test_what_becomes_of_a_request(events: str, result: str, detail: str) -> None:
+    results, made = decided()
+    *before, last = events.split(", ")
+    for event in before:
+        happen(results, event, WAIT if event == "expire" else timedelta())
+        assert (made.result, results.pending()) == ("", 1)
+    happen(results, last, timedelta())
+    # The thinking engine may close the request after the answering engine has begun.
+    for later in ("stopped", "finish b") if not {"stopped", "finished", "aborted"} & {*before, last} else ("finish b",):
+        assert (made.result, detail in made.detail) == (result, True)
+        happen(results, later, timedelta())
+    results.expire(LATE)
+    assert (results.total(), results.pending()) == (Counter({result: 1}), 0)
 
 
 @settings(max_examples=150)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.pressure.rule import least_gain_first
@@ -27,24 +28,20 @@ def table(*requests: tuple[int, float, int]) -> RequestTable:
 NO = math.nan
 
 
-def order(made: RequestTable) -> list[int]:
-    return [int(slot) for slot in least_gain_first(made, np.flatnonzero(made.live))]
-
-
-def test_without_signals_the_longest_thinking_comes_first() -> None:
-    assert order(table((10, NO, 0), (30, NO, 0), (20, NO, 0))) == [1, 2, 0]
-
-
-def test_eat_counts_before_rank_and_rank_before_tokens() -> None:
-    assert order(table((10, 0.1, 99), (90, 2.0, 1))) == [0, 1]
-    assert order(table((10, NO, 1), (90, NO, 99))) == [0, 1]
-    assert order(table((10, NO, 7), (90, NO, 7))) == [1, 0], "longer thinking of the same rank comes first"
-
-
-def test_requests_with_different_signals_are_placed_by_their_share() -> None:
-    made = table((10, 0.1, 0), (10, 0.9, 0), (50, NO, 0), (40, NO, 0), (30, NO, 7))
-    assert order(made) == [2, 0, 4, 3, 1]
-
-
-def test_no_request_has_no_order() -> None:
-    assert order(table()) == []
+@pytest.mark.parametrize(
+    ("requests", "order"),
+    [
+        # Without signals the longest thinking comes first.
+        ([(10, NO, 0), (30, NO, 0), (20, NO, 0)], [1, 2, 0]),
+        # EAT counts before the rank, the rank before the tokens, and these where ranks are equal.
+        ([(10, 0.1, 99), (90, 2.0, 1)], [0, 1]),
+        ([(10, NO, 1), (90, NO, 99)], [0, 1]),
+        ([(10, NO, 7), (90, NO, 7)], [1, 0]),
+        # Requests with different signals are placed by their share.
+        ([(10, 0.1, 0), (10, 0.9, 0), (50, NO, 0), (40, NO, 0), (30, NO, 7)], [2, 0, 4, 3, 1]),
+        ([], []),
+    ],
+)
+def test_who_gains_least(requests: list[tuple[int, float, int]], order: list[int]) -> None:
+    made = table(*requests)
+    assert least_gain_first(made, np.flatnonzero(made.live)).tolist() == order

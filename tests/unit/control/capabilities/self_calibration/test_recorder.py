@@ -126,42 +126,24 @@ def test_nothing_is_kept_of_a_request_that_closes_while_nobody_asks() -> None:
     assert not kept
 
 
-@pytest.mark.parametrize(
-    ("rules", "name"),
-    [
-        (all_measured(**IN_FORCE), TREATED),
-        (all_measured(scheduler={**EARLY, "max_think_tokens": 200}), TREATED),
-        (all_measured(budget=[{**BUDGET, "shadow": False}]), TREATED),
-        (asked(self_calibration=False), CONTROL),
-        (asked(holdout_share=0.0), CONTROL),
-        (asked(enabled=False), CONTROL),
-    ],
-    ids=["a rule", "a cap", "a budget", "not asked", "no control group", "off"],
-)
-def test_others_are_not_recorded(
-    found: list[tuple[str, Episode]], left_out: list[LeftOut], rules: Policy, name: str
-) -> None:
-    run(stream(rules), name)
-    assert not found
-    assert not left_out
+LEFT_OUT: dict[str, tuple[Policy, dict[str, Any], list[LeftOut]]] = {
+    "a rule": (all_measured(**IN_FORCE), {"name": TREATED}, []),
+    "a cap": (all_measured(scheduler={**EARLY, "max_think_tokens": 200}), {"name": TREATED}, []),
+    "a budget": (all_measured(budget=[{**BUDGET, "shadow": False}]), {"name": TREATED}, []),
+    "not asked": (asked(self_calibration=False), {}, []),
+    "no control group": (asked(holdout_share=0.0), {}, []),
+    "off": (asked(enabled=False), {}, []),
+    "ended by force": (asked(), {"own_cap": 20}, [LeftOut.NOT_NATURAL]),
+    "unprobed": (all_measured({**EARLY, "min_think_tokens": 1000}), {}, [LeftOut.UNPROBED]),
+    "no probe near the end": (asked(eat_probe_interval_tokens=20), {"think": 38}, [LeftOut.FAR]),
+    "did not think": (asked(), {"think": 0}, []),
+}
 
 
-@pytest.mark.parametrize(
-    ("rules", "fields", "why"),
-    [
-        (asked(), {"own_cap": 20}, [LeftOut.NOT_NATURAL]),
-        (all_measured({**EARLY, "min_think_tokens": 1000}), {}, [LeftOut.UNPROBED]),
-        (asked(eat_probe_interval_tokens=20), {"think": 38}, [LeftOut.FAR]),
-        (asked(), {"think": 0}, []),
-    ],
-    ids=["ended by force", "unprobed", "no probe near the end", "did not think"],
-)
-def test_it_is_said_why_a_request_is_left_out(
-    found: list[tuple[str, Episode]],
-    left_out: list[LeftOut],
-    rules: Policy,
-    fields: dict[str, Any],
-    why: list[LeftOut],
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_others_are_not_recorded_and_some_are_said_to_be_left_out(
+    found: list[tuple[str, Episode]], left_out: list[LeftOut], case: str
 ) -> None:
+    rules, fields, why = LEFT_OUT[case]
     run(stream(rules), **fields)
     assert (found, left_out) == ([], why)

@@ -26,19 +26,11 @@ def test_what_thinks_is_told_once() -> None:
     made.close(3)
     made.open(agent_pb2.RequestOpened(slot=3, phase=agent_pb2.PHASE_THINK))
     assert newly_unreachable(CAN, made).tolist() == [3]
-
-
-@pytest.mark.parametrize(
-    "capabilities",
-    [
-        agent_pb2.Capabilities(reclaim=True),
-        agent_pb2.Capabilities(template_strips_think=True),
-        agent_pb2.Capabilities(),
-    ],
-)
-def test_both_capabilities_are_needed(capabilities: agent_pb2.Capabilities) -> None:
-    made = table(thinking())
-    assert newly_unreachable(capabilities, made).tolist() == []
+    made.forget_tiers()
+    assert newly_unreachable(CAN, made).tolist() == [0, 3], "a policy that stays on tells all anew"
+    # Both capabilities are needed.
+    for can in ({"reclaim": True}, {"template_strips_think": True}, {}):
+        assert newly_unreachable(agent_pb2.Capabilities(**can), made).tolist() == []
 
 
 def test_a_policy_that_is_switched_off_takes_tiers_back_once() -> None:
@@ -50,44 +42,35 @@ def test_a_policy_that_is_switched_off_takes_tiers_back_once() -> None:
     assert reusable_again(made).tolist() == []
 
 
-def test_a_policy_that_stays_on_tells_all_anew() -> None:
-    made = table(thinking())
-    made.set_tier(newly_unreachable(CAN, made), UNREACHABLE)
-    made.forget_tiers()
-    assert newly_unreachable(CAN, made).tolist() == [0]
-
-
 HOLDS = thinking(prompt_tokens=100, think_tokens=250, output_tokens=51)
 WAITS = answering(preempted=True, prompt_tokens=900)
 
 
-def test_admission_is_held_while_thinking_has_too_much_and_an_answer_waits() -> None:
-    assert hold_admission(KvMemoryPolicy(), table(HOLDS, WAITS), 1000)
-    assert not hold_admission(KvMemoryPolicy(), table(HOLDS | {"output_tokens": 50}, WAITS), 1000)
+FRACTION = {"think_phase_memory_fraction": 0.41}
 
 
 @pytest.mark.parametrize(
-    "rows",
+    ("rows", "fields", "capacity", "holds"),
     [
-        (HOLDS,),
-        (HOLDS, answering(prompt_tokens=900)),
-        (HOLDS, thinking(preempted=True)),
-        (HOLDS | {"preempted": True}, WAITS),
-        (HOLDS | {"live": False}, WAITS),
-        (HOLDS, WAITS | {"live": False}),
-        (answering(prompt_tokens=900), WAITS),
+        # Thinking has too much, and an answer waits.
+        ((HOLDS, WAITS), {}, 1000, True),
+        ((HOLDS | {"output_tokens": 50}, WAITS), {}, 1000, False),
+        ((HOLDS,), {}, 1000, False),
+        ((HOLDS, answering(prompt_tokens=900)), {}, 1000, False),
+        ((HOLDS, thinking(preempted=True)), {}, 1000, False),
+        ((HOLDS | {"preempted": True}, WAITS), {}, 1000, False),
+        ((HOLDS | {"live": False}, WAITS), {}, 1000, False),
+        ((HOLDS, WAITS | {"live": False}), {}, 1000, False),
+        ((answering(prompt_tokens=900), WAITS), {}, 1000, False),
+        # The fraction has an effect.
+        ((HOLDS, WAITS), FRACTION, 1000, False),
+        ((HOLDS, WAITS), FRACTION, 900, True),
+        ((HOLDS, WAITS), {"enabled": False}, 900, False),
+        # An engine that does not say how much it has.
+        ((HOLDS, WAITS), {}, 0, False),
     ],
 )
-def test_when_it_is_not(rows: tuple[dict[str, Any], ...]) -> None:
-    assert not hold_admission(KvMemoryPolicy(), table(*rows), 1000)
-
-
-def test_the_fraction_has_an_effect() -> None:
-    made = table(HOLDS, WAITS)
-    assert not hold_admission(KvMemoryPolicy(think_phase_memory_fraction=0.41), made, 1000)
-    assert hold_admission(KvMemoryPolicy(think_phase_memory_fraction=0.41), made, 900)
-    assert not hold_admission(KvMemoryPolicy(enabled=False), made, 900)
-
-
-def test_an_engine_that_does_not_say_how_much_it_has() -> None:
-    assert not hold_admission(KvMemoryPolicy(), table(HOLDS, WAITS), 0)
+def test_when_admission_is_held(
+    rows: tuple[dict[str, Any], ...], fields: dict[str, Any], capacity: int, holds: bool
+) -> None:
+    assert hold_admission(KvMemoryPolicy(**fields), table(*rows), capacity) is holds
