@@ -1,10 +1,11 @@
-"""The control group: who belongs to it, what is counted, and what several replicas have counted."""
+"""The control group: who belongs to it, what is counted, also by several replicas, and how soon harm is found."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -30,6 +31,9 @@ from tests.unit.sessions import (
     play,
     stream,
 )
+
+if TYPE_CHECKING:
+    from meridian_control.policy.model import Policy
 
 # EAT below 0.1 nats twice in a row ends thinking.
 RULES = {**CALIBRATED, "eat_warmup_samples": 2, "eat_probe_placement": "anywhere"}
@@ -285,6 +289,52 @@ def test_the_same_rules_after_others_begin_anew() -> None:
     assert again is not first
     assert experiments.experiment_of(5, rules) is first, "a late engine still counts under the older revision"
     assert [kept.counts.since_revision for kept in experiments.newest()] == [7, 6]
+
+
+# ------------------------------------------------------------------------------------------------- signals go bad
+
+
+def run(
+    rng: random.Random, rules: Policy, requests: int, bad_from: int, watch: Watch | None = None
+) -> tuple[Stream, int | None]:
+    """Run requests, 50 at a time; from request `bad_from` on, EAT is low before the answer is right in every other one.
+
+    Before that the answer is wrong where EAT is low in 0.3 % of the requests. Return the stream, and the number of the
+    last request that had closed when the watch found harm, None if it did not.
+    """
+    made, batch = stream(rules), 50
+    for begin in range(0, requests, batch):
+        for number in range(begin, begin + batch):
+            right_from = rng.randrange(6, 14)
+            is_wrong = rng.random() < (0.5 if number >= bad_from else 0.003)
+            course = Course(20 + rng.randrange(8), low_from=4 if is_wrong else right_from, right_from=right_from)
+            course.open(made, f"r{rng.getrandbits(64):x}", answer=1)
+        while made.agent.engine.live:
+            made.step()
+        if watch is not None and watch.look({"alone": counts(made)}) >= 1:
+            return made, begin + batch
+    return made, None
+
+
+def test_signals_that_go_bad_in_mid_run_are_found() -> None:
+    """After 300 good requests the harm is found within 1,000 more at the default share, and within 300 at 0.1."""
+    for seed, share, within in ((0, 0.02, 1000), (0, 0.1, 300)):
+        rules = policy(scheduler=EARLY, entropy={**RULES, "holdout_share": share})
+        made, found = run(random.Random(seed), rules, requests=300 + within, bad_from=300, watch=Watch())
+        assert found is not None
+        assert 300 < found <= 300 + within
+        told = counts(made)
+        assert told.harm_ratio.low > told.max_loss, "the exact bound agrees in the end"
+
+
+def test_clean_runs_raise_no_alarm() -> None:
+    for seed in range(4):
+        made, found = run(random.Random(100 + seed), HALF, requests=200, bad_from=10**9, watch=Watch())
+        assert found is None
+    told = counts(made)
+    assert told.saved_ratio.low > 0.2
+    own_estimate = told.shadow_saved_tokens / told.control.think_tokens
+    assert abs(own_estimate - told.saved_ratio.value) < 0.05, "the shadow's own estimate agrees"
 
 
 # ------------------------------------------------------------------------------------------------- several replicas
