@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -71,6 +71,9 @@ class StoreMachine(RuleBasedStateMachine):
                 assert request_id
             else:
                 assert isinstance(result, StoreUnavailable), result
+        # Of the calls with one etag one wins; a repeated call needs none, and there is none before the first revision.
+        given = [isinstance(r, StoredRevision) for w, r in zip(writers, results, strict=True) if w[2] and not w[3]]
+        assert sum(given) <= 1 or not self.newest
 
     @rule(writers=WRITERS)
     def writers_at_once(self, writers: list[tuple[int, Policy, bool, str]]) -> None:
@@ -145,6 +148,8 @@ def test_the_store_keeps_its_promises(kind: str, request: pytest.FixtureRequest)
         stateful_step_count=15,
         suppress_health_check=list(HealthCheck),
         derandomize=True,
+        # A shorter example takes minutes to find.
+        phases=[Phase.generate],
     )
     if kind == "postgresql":
         PostgresMachine.postgres = request.getfixturevalue("postgres")
