@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg  # type: ignore[import-untyped]
 import grpc
-from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
+from meridian.v1 import fleet_pb2
 
+from tests.contract.clients import Clients
 from tests.contract.control.app.test_server import Process
 from tests.fakes.linked import until
 from tests.postgres import PASSES, keep_time
@@ -25,12 +26,8 @@ if TYPE_CHECKING:
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 
 
-class Client:
-    """A client of one replica's FleetService and PolicyService."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
-        self.policy: Any = policy_pb2_grpc.PolicyServiceStub(channel)
+class Client(Clients):
+    """The clients of one replica."""
 
     async def engines(self, **fields: Any) -> fleet_pb2.ListEnginesResponse:
         answer: fleet_pb2.ListEnginesResponse = await self.fleet.ListEngines(fleet_pb2.ListEnginesRequest(**fields))

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import pytest
@@ -105,6 +105,11 @@ def one_page(entries: list[Any], token: str) -> tuple[list[Any], str]:
     return entries[index : index + 1], str(index + 1) if index + 1 < len(entries) else ""
 
 
+class Served(Protocol):
+    @property
+    def target(self) -> str: ...
+
+
 @dataclass
 class Control:
     address: str
@@ -121,6 +126,11 @@ async def run(*arguments: object, server: str, typed: str = "") -> Result:
     result = await asyncio.to_thread(CliRunner().invoke, app, command, typed, environment)
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result
+
+
+async def ctl(control: Served, *arguments: object) -> Result:
+    """Run the command line against a control plane in this process."""
+    return await run(*arguments, server=control.target)
 
 
 def subject(engine_id: str, request_id: str) -> Subject:

@@ -8,18 +8,21 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import pytest
 from google.protobuf.json_format import ParseDict
-from meridian.v1 import policy_pb2, policy_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from meridian.v1 import policy_pb2, rollout_pb2
 
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.store import PolicyStore
 from meridian_control.storage.database import Database
+from tests.contract.clients import OWN_CONNECTION, Clients
 from tests.fakes.agent import hello
 from tests.fakes.control import control_plane, kill, running
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from meridian.v1 import agent_pb2
 
@@ -84,29 +87,31 @@ class Control:
         await self.parts.look()
         self.port = await self.server.start(f"127.0.0.1:{self.port}")
         self.following = asyncio.create_task(self.rollouts.follow())
-        self.channel = grpc.aio.insecure_channel(self.target, [("grpc.use_local_subchannel_pool", 1)])
-        self.stub = rollout_pb2_grpc.RolloutServiceStub(self.channel)
-        self.policy = policy_pb2_grpc.PolicyServiceStub(self.channel)
+        self.clients = Clients(grpc.aio.insecure_channel(self.target, OWN_CONNECTION))
+        self.stub, self.policy = self.clients.rollout, self.clients.policy
 
     async def kill(self) -> None:
         self.following.cancel()
-        await self.channel.close()
+        await self.clients.channel.close()
         await kill(self.parts)
 
-    async def begin(self, *steps: dict[str, Any], **fields: Any) -> rollout_pb2.Rollout:
+    async def begin(self, *steps: dict[str, Any], **fields: Any) -> Any:
         return (await self.stub.StartRollout(starting(*steps, **fields))).rollout
 
-    async def ticks(self, count: int = 1) -> rollout_pb2.Rollout:
+    async def abort(self, **fields: Any) -> Any:
+        return (await self.stub.AbortRollout(rollout_pb2.AbortRolloutRequest(**fields))).rollout
+
+    async def ticks(self, count: int = 1) -> Any:
         """Advance the clock by `count` seconds with one tick of the rollout driver each, and return the rollout."""
         for _ in range(count):
             self.now += timedelta(seconds=1)
             await self.rollouts.tick()
         return await self.get()
 
-    async def get(self, rollout_id: int = 0) -> rollout_pb2.Rollout:
+    async def get(self, rollout_id: int = 0) -> Any:
         return (await self.stub.GetRollout(rollout_pb2.GetRolloutRequest(rollout_id=rollout_id))).rollout
 
-    async def in_force(self) -> policy_pb2.PolicyRevision:
+    async def in_force(self) -> Any:
         return (await self.policy.GetPolicy(policy_pb2.GetPolicyRequest())).revision
 
     async def step(self, engine: LinkedEngine, seconds: float, **wanted: int) -> None:
@@ -142,4 +147,11 @@ async def controlling(address: str, leads: bool = True) -> AsyncIterator[Control
     store = PolicyStore(await Database.open(address))
     control = Control(store, leads)
     async with running(control):
+        yield control
+
+
+@pytest.fixture
+async def control(tmp_path: Path) -> AsyncIterator[Control]:
+    """Yield a control plane on a file."""
+    async with controlling(f"sqlite+aiosqlite:///{tmp_path / 'm.db'}") as control:
         yield control

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf import descriptor_pool
-from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, policy_pb2_grpc
 
 from meridian_agent.link import credentials as agent
 from meridian_control.policy.model import Policy
@@ -18,6 +17,7 @@ from meridian_control.server.roles import Access
 from meridian_control.server.server_tls import server_credentials
 from meridian_control.storage.database import Database
 from tests.certificates import Authority
+from tests.contract.clients import OWN_CONNECTION, Clients
 from tests.fakes.control import control_plane, utc_now
 from tests.fakes.linked import until
 
@@ -81,18 +81,15 @@ class Secured:
     def channel(self, who: str | ClientCredentials) -> grpc.aio.Channel:
         """Open a connection of its own with the credentials of `who`."""
         credentials = self.credentials(who) if isinstance(who, str) else who
-        options = [("grpc.use_local_subchannel_pool", 1)]
         tls = credentials.channel()
-        return grpc.aio.secure_channel(self.target, tls, options) if tls else grpc.aio.insecure_channel(self.target)
+        if tls is None:
+            return grpc.aio.insecure_channel(self.target)
+        return grpc.aio.secure_channel(self.target, tls, OWN_CONNECTION)
 
-
-class Clients:
-    """The stubs of the control plane's services over one channel."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.policy: Any = policy_pb2_grpc.PolicyServiceStub(channel)
-        self.fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
-        self.audit: Any = audit_pb2_grpc.AuditServiceStub(channel)
+    @asynccontextmanager
+    async def calling(self, who: str | ClientCredentials) -> AsyncIterator[Clients]:
+        async with self.channel(who) as channel:
+            yield Clients(channel)
 
 
 @asynccontextmanager

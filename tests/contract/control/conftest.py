@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.contract.control.app.test_server import Process
+from tests.contract.secured import Secured, securing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 
@@ -19,6 +20,12 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite+aiosqlite:///{tmp_path / 'meridian.db'}"
     return str(request.getfixturevalue("postgres").database())
+
+
+@pytest.fixture
+async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
+    async with securing(tmp_path) as running:
+        yield running
 
 
 @pytest.fixture

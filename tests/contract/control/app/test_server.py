@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
-from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
+from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_control.common.paging import MAX_PAGE_SIZE, page
 from meridian_control.server import server as control_server
+from tests.contract.clients import Clients, calling
+from tests.contract.raw_engine import RawEngine
 from tests.contract.streams import refusal
-from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import free_port, start
 
@@ -65,10 +66,8 @@ class Process:
 
     async def started(self) -> None:
         self.start()
-        async with grpc.aio.insecure_channel(self.target) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest()
-            response = await stub.Check(request, wait_for_ready=True, timeout=60)
+        async with calling(self.target) as clients:
+            response = await clients.health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)
         assert response.status == SERVING
 
     async def ended(self) -> int:
@@ -106,16 +105,16 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 @pytest.fixture
-async def channel(running: Process) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(running.target) as opened:
-        yield opened
+async def clients(running: Process) -> AsyncIterator[Clients]:
+    async with calling(running.target) as clients:
+        yield clients
 
 
 # ---------------------------------------------------------------------------------------------------------- services
 
 
-async def test_health_of_every_service(channel: grpc.aio.Channel) -> None:
-    stub = health_pb2_grpc.HealthStub(channel)
+async def test_health_of_every_service(clients: Clients) -> None:
+    stub = clients.health
     for name in ("", *control_server.SERVICES):
         response = await stub.Check(health_pb2.HealthCheckRequest(service=name))
         assert response.status == SERVING
@@ -123,8 +122,8 @@ async def test_health_of_every_service(channel: grpc.aio.Channel) -> None:
     assert code is grpc.StatusCode.NOT_FOUND
 
 
-async def test_reflection(channel: grpc.aio.Channel) -> None:
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+async def test_reflection(clients: Clients) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(clients.channel)
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     response = await call.read()
     names = {service.name for service in response.list_services_response.service}
@@ -133,8 +132,8 @@ async def test_reflection(channel: grpc.aio.Channel) -> None:
     call.cancel()
 
 
-async def test_the_fleet(running: Process, channel: grpc.aio.Channel) -> None:
-    stub = fleet_pb2_grpc.FleetServiceStub(channel)
+async def test_the_fleet(running: Process, clients: Clients) -> None:
+    stub = clients.fleet
     with LinkedEngine([running.target], "shown") as engine, LinkedEngine([running.target], "also") as other:
         for number in range(5):
             engine.open(f"r{number}")
@@ -169,11 +168,9 @@ async def test_the_fleet(running: Process, channel: grpc.aio.Channel) -> None:
         watching.cancel()
 
 
-async def test_explain_for_what_is_connected(running: Process, channel: grpc.aio.Channel) -> None:
-    stub = policy_pb2_grpc.PolicyServiceStub(channel)
-
+async def test_explain_for_what_is_connected(running: Process, clients: Clients) -> None:
     async def cap(**fields: Any) -> tuple[str, str]:
-        answer = await stub.ExplainPolicy(policy_pb2.ExplainPolicyRequest(**fields))
+        answer = await clients.policy.ExplainPolicy(policy_pb2.ExplainPolicyRequest(**fields))
         (found,) = [row for row in answer.values if row.path == "scheduler.max_think_tokens"]
         return found.value, found.origin
 
@@ -197,15 +194,15 @@ async def refused(call: Any) -> str:
 
 
 @pytest.mark.parametrize("token", ["x", "-1", "1.5", "²", "9" * 1000, " 1"])
-async def test_page_tokens_that_were_never_given_out(channel: grpc.aio.Channel, token: str) -> None:
-    stub = fleet_pb2_grpc.FleetServiceStub(channel)
+async def test_page_tokens_that_were_never_given_out(clients: Clients, token: str) -> None:
+    stub = clients.fleet
     complaint = "page_token must be a token that the server has returned"
     assert (await refused(stub.ListEngines(fleet_pb2.ListEnginesRequest(page_token=token)))).startswith(complaint)
     assert (await refused(stub.ListRequests(fleet_pb2.ListRequestsRequest(page_token=token)))).startswith(complaint)
 
 
-async def test_sizes_and_intervals_below_zero(channel: grpc.aio.Channel) -> None:
-    stub = fleet_pb2_grpc.FleetServiceStub(channel)
+async def test_sizes_and_intervals_below_zero(clients: Clients) -> None:
+    stub = clients.fleet
     complaint = "page_size must be at least 0; got -1"
     assert await refused(stub.ListEngines(fleet_pb2.ListEnginesRequest(page_size=-1))) == complaint
     assert await refused(stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=-1))) == complaint
@@ -235,14 +232,12 @@ async def test_sigterm(own: Process) -> None:
     """Health changes first, agents are told to go away, and the process ends within its grace period although streams
     are open."""
     await own.started()
-    async with grpc.aio.insecure_channel(own.target) as opened:
-        health = health_pb2_grpc.HealthStub(opened).Watch(health_pb2.HealthCheckRequest())
+    async with calling(own.target) as clients:
+        health = clients.health.Watch(health_pb2.HealthCheckRequest())
         assert (await health.read()).status == SERVING
-        watching = fleet_pb2_grpc.FleetServiceStub(opened).WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=60_000))
+        watching = clients.fleet.WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=60_000))
         await watching.read()
-        call: Any = agent_pb2_grpc.AgentServiceStub(opened).Connect()
-        await call.write(agent_pb2.ConnectRequest(hello=hello()))
-        assert (await call.read()).HasField("welcome")
+        call = (await RawEngine(clients.channel, "engine").welcomed()).call
         assert (await call.read()).HasField("settings")
         ending = asyncio.create_task(own.terminate())
         assert (await health.read()).status == NOT_SERVING
@@ -256,10 +251,9 @@ async def test_sigterm(own: Process) -> None:
 
 async def test_state_survives_a_restart(own: Process) -> None:
     await own.started()
-    async with grpc.aio.insecure_channel(own.target) as opened:
+    async with calling(own.target) as clients:
         policy = policy_pb2.Policy(scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=777))
-        stub = policy_pb2_grpc.PolicyServiceStub(opened)
-        await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy))
+        await clients.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy))
     with LinkedEngine([own.target]) as engine:
         engine.open("a")
         await engine.steps_until(lambda: engine.caps() == [(0, 777)])
@@ -284,19 +278,6 @@ async def complaint_of(process: Process) -> str:
     return line
 
 
-async def test_a_bad_policy_file(own: Process) -> None:
-    path = own.folder / "policy.toml"
-    path.write_text("[entropy]\nema_alpha = 1.5\n")
-    own.options = ("--policy", str(path))
-    assert await complaint_of(own) == f"meridian-control: {path}:2: entropy.ema_alpha must be in (0, 1]; got 1.5"
-
-
-async def test_a_policy_file_that_is_not_there(own: Process) -> None:
-    path = own.folder / "policy.toml"
-    own.options = ("--policy", str(path))
-    assert await complaint_of(own) == f"meridian-control: {path}: is not a file"
-
-
 @pytest.mark.parametrize(("which", "flag"), [("port", ""), ("metrics_port", "--metrics-listen: ")])
 async def test_a_busy_port(own: Process, which: str, flag: str) -> None:
     with closing(socket.socket()) as taken:
@@ -306,33 +287,30 @@ async def test_a_busy_port(own: Process, which: str, flag: str) -> None:
     assert line.startswith(f"meridian-control: {flag}cannot listen on 127.0.0.1:{getattr(own, which)}")
 
 
-async def test_an_address_without_a_port(own: Process) -> None:
-    own.target = "localhost"
-    assert await complaint_of(own) == "meridian-control: an address must be host:port or :port; got 'localhost'"
-
-
-async def test_an_access_file_without_tls(own: Process) -> None:
-    """Without TLS no caller could prove who it is, so the process does not start."""
-    (access := own.folder / "access.toml").write_text("")
-    own.target, own.options = ":50051", ("--access", str(access))
-    assert await complaint_of(own) == (
-        "meridian-control: --access needs --tls-cert and --tls-key if other machines can reach --listen :50051: "
-        "without TLS callers cannot prove who they are"
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--tls-cert", "x"), "--tls-cert and --tls-key belong together, and --client-ca needs both"),
-        (("--client-ca", "x"), "--tls-cert and --tls-key belong together, and --client-ca needs both"),
-        (("--tls-cert", "/no/x", "--tls-key", "/no/y"), "[Errno 2] No such file or directory: '/no/x'"),
-        (("--access", "/no/x"), "[Errno 2] No such file or directory: '/no/x'"),
+        ("--policy {0}/bad.toml", "{0}/bad.toml:2: entropy.ema_alpha must be in (0, 1]; got 1.5"),
+        ("--policy {0}/none.toml", "{0}/none.toml: is not a file"),
+        ("--listen localhost", "an address must be host:port or :port; got 'localhost'"),
+        ("--max-engines 0", "--max-engines must be at least 1; got 0"),
+        ("--store {0}", "policy store: unable to open database file"),
+        # Without TLS no caller could prove who it is.
+        (
+            "--listen :50051 --access {0}/bad.toml",
+            "--access needs --tls-cert and --tls-key if other machines can reach --listen :50051: without TLS callers "
+            "cannot prove who they are",
+        ),
+        ("--tls-cert x", "--tls-cert and --tls-key belong together, and --client-ca needs both"),
+        ("--client-ca x", "--tls-cert and --tls-key belong together, and --client-ca needs both"),
+        ("--tls-cert /no/x --tls-key /no/y", "[Errno 2] No such file or directory: '/no/x'"),
+        ("--access /no/x", "[Errno 2] No such file or directory: '/no/x'"),
     ],
 )
-async def test_security_that_cannot_be_had(own: Process, options: tuple[str, ...], complaint: str) -> None:
-    own.options = options
-    assert await complaint_of(own) == f"meridian-control: {complaint}"
+async def test_options_that_cannot_be_used(own: Process, options: str, complaint: str) -> None:
+    (own.folder / "bad.toml").write_text("[entropy]\nema_alpha = 1.5\n")
+    own.options = tuple(options.format(own.folder).split())
+    assert await complaint_of(own) == f"meridian-control: {complaint.format(own.folder)}"
 
 
 def warnings(process: Process) -> list[str]:
@@ -354,9 +332,8 @@ async def test_it_starts_as_users_start_it_and_says_who_may_what(own: Process) -
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{page_port}/events") as events:
         told = json.loads((await events.content.readline()).removeprefix(b"data: "))
     assert told["access"] == notice
-    async with grpc.aio.insecure_channel(own.target) as opened:
-        stub = policy_pb2_grpc.PolicyServiceStub(opened)
-        await stub.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
+    async with calling(own.target) as clients:
+        await clients.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
     assert await own.terminate() == 0
 
 
@@ -373,13 +350,3 @@ async def test_insecure_is_said_aloud(own: Process) -> None:
     await own.started()
     assert warnings(own) == []
     assert await own.terminate() == 0
-
-
-async def test_no_engine_at_all_is_no_limit(own: Process) -> None:
-    own.options = ("--max-engines", "0")
-    assert await complaint_of(own) == "meridian-control: --max-engines must be at least 1; got 0"
-
-
-async def test_a_store_that_cannot_be_opened(own: Process) -> None:
-    (own.folder / "m.db").mkdir()
-    assert (await complaint_of(own)).startswith("meridian-control: policy store: ")

@@ -16,8 +16,9 @@ from meridian_control.capabilities.order.stream import Order
 from meridian_control.engine.freeze_state import Freeze, FreezeState, Match
 from meridian_control.engine.report_intake import Intake
 from meridian_control.engine.settings_delivery import Delivery
-from tests.contract.streams import call_to, failure
-from tests.fakes.agent import hello
+from tests.contract.raw_engine import RawEngine
+from tests.contract.streams import failure
+from tests.fakes.linked import until
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from tests.contract.streams import Control
 
-SICK, WELL = "sick", "well"
+SICK = "sick"
 STEP = agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, steps=1))
 SNAPSHOT = agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1))
 
@@ -52,25 +53,6 @@ def only_first() -> Callable[[Any], bool]:
     return is_first
 
 
-async def opened(call: Any, engine_id: str) -> None:
-    await call.write(agent_pb2.ConnectRequest(hello=hello(engine_id)))
-    assert (await call.read()).HasField("welcome")
-
-
-async def is_served(control: Control, call: Any) -> None:
-    """Report a request on a stream, and wait until the control plane knows it."""
-    opened_request = agent_pb2.RequestOpened(slot=0, request_id="a")
-    report = agent_pb2.StepReport(step=1, steps=1, opened=[opened_request])
-    await call.write(agent_pb2.ConnectRequest(step=report))
-    async with asyncio.timeout(60):
-        while control.names() != ["a"]:
-            await asyncio.sleep(0.01)
-
-
-def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [str(record.exc_info[1]) for record in caplog.records if record.exc_info and record.exc_info[1]]
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError])
 @pytest.mark.parametrize(
     "bug",
@@ -85,16 +67,16 @@ async def test_a_bug_of_ours_is_no_fault_of_the_agent(
     error: type[Exception],
 ) -> None:
     owner, name, message = bug
-    async with call_to(control.target) as well, call_to(control.target) as sick:
-        await opened(well, WELL)
-        await opened(sick, SICK)
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        well, sick = [await RawEngine(channel, engine_id).welcomed() for engine_id in ("well", SICK)]
         monkeypatch.setattr(owner, name, breaking(getattr(owner, name), error, only_first()))
-        await sick.write(message)
-        code, text = await failure(sick)
+        await sick.call.write(message)
+        code, text = await failure(sick.call)
         assert code is grpc.StatusCode.INTERNAL
         assert error.__name__ in text
         assert "log" in text
-        await is_served(control, well)
+        await well.report(opened=[agent_pb2.RequestOpened(slot=0, request_id="a")])
+        await until(lambda: control.names() == ["a"])
         assert control.fleet.stream_ends == {"internal": 1}
         assert control.parts.gate.faults.counts == {}
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
@@ -108,28 +90,24 @@ async def test_a_bug_while_all_engines_are_served_ends_one_stream(
 ) -> None:
     """A changed policy and a freeze still reach the other engines."""
     owner, name = (Delivery, "offer") if what == "policy" else (FreezeState, "set_freezes")
-    async with call_to(control.target) as first, call_to(control.target) as second:
-        calls = {"first": first, "second": second}
-        for engine_id, call in calls.items():
-            await opened(call, engine_id)
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        engines = {name: await RawEngine(channel, name).welcomed() for name in ("first", "second")}
         monkeypatch.setattr(owner, name, breaking(getattr(owner, name), ValueError, only_first()))
         if what == "policy":
             await control.set_policy(policy(scheduler={"max_think_tokens": 601}))
         else:
             now = control.fleet.clock()
             control.fleet.freezes.renew((Freeze(1, Match(), "test", "maintenance", now, now + timedelta(hours=1)),))
-        async with asyncio.timeout(60):
-            while len(control.fleet.connections) == 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(control.fleet.connections) == 1)
         (left,) = control.fleet.connections
-        failed = calls["first" if left.session.hello.engine_id == "second" else "second"]
-        code, _ = await failure(failed)
+        served = engines.pop(left.session.hello.engine_id).call
+        (failed,) = engines.values()
+        code, _ = await failure(failed.call)
         assert code is grpc.StatusCode.INTERNAL
-        served = calls[left.session.hello.engine_id]
         wanted = "settings" if what == "policy" else "freeze"
         async with asyncio.timeout(60):
             while not (response := await served.read()).HasField(wanted) or (
                 what == "policy" and response.settings.revision != control.fleet.revision
             ):
                 pass
-    assert "a bug of ours" in "".join(tracebacks(caplog))
+    assert any("a bug of ours" in str(record.exc_info[1]) for record in caplog.records if record.exc_info)

@@ -13,7 +13,7 @@ from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from tests.contract.control.fleet.test_harm_guard import savings
-from tests.contract.ctl import run
+from tests.contract.ctl import ctl
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.linked import LinkedEngine
 from tests.fakes.sentences import ends_by_id
@@ -89,7 +89,7 @@ async def test_forced_ends_that_spill_are_seen_from_the_report_to_the_alert(cont
     assert (told.long_answer_tokens, forced.long_answers, natural.long_answers) == (4, 0, 0)
     assert told.spills.value == len(spilling) / len(TREATED)
     assert 0.05 < told.spills.low < told.spills.value < told.spills.high
-    text = (await run("savings", server=control.target)).stdout
+    text = (await ctl(control, "savings")).stdout
     lines = [" ".join(line.split()) for line in text.splitlines()]
     share = f"{100 * len(spilling) / len(TREATED):.1f}"
     assert [line.split()[:5] for line in lines if line.startswith("forced, treated")] == [

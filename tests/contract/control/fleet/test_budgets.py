@@ -15,18 +15,18 @@ from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.policy import formats
-from tests.contract.control.app.test_server import Process
-from tests.contract.control.fleet.test_record import Recorder, replayed
-from tests.contract.ctl import run
+from tests.contract.control.fleet.test_record import Recorder, check_replay
+from tests.contract.ctl import ctl
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
-from tests.replicated import Replicated, client, until_answer
+from tests.replicated import Client, Replicated, client, until_answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from meridian_control.policy.model import Policy
+    from tests.contract.control.app.test_server import Process
     from tests.contract.streams import Control
     from tests.postgres import Postgres
 
@@ -114,14 +114,14 @@ async def test_a_budget_shortens_requests_until_it_is_raised(control: Control) -
             await engine.steps_until(lambda: late.state.output_tokens)
             assert (late.slot, FLOOR_TOKENS) in engine.caps()
 
-            life = json.loads((await run("explain", "a", "-o", "json", server=control.target)).stdout)["life"]
+            life = json.loads((await ctl(control, "explain", "a", "-o", "json")).stdout)["life"]
             made = [event["decision"] for event in life["events"] if event["kind"] == "decision"]
             named = [each for each in made if each.get("budget") == "acme"]
             assert [(each["kind"], each["reason"], each["comparisons"][0]["limit_name"]) for each in named] == [
                 ("cap", "budget", f"budget acme in stage {stage}") for stage in ("lower_cap", "floor")
             ]
             assert named[-1]["outcome"] == "OUTCOME_APPLIED"
-            rows = (await run("budgets", server=control.target)).stdout.splitlines()
+            rows = (await ctl(control, "budgets")).stdout.splitlines()
             assert [row.split()[0:3] for row in rows[1:3]] == [
                 ["acme", "tenant=acme", "floor"],
                 ["all", "all", "unshortened"],
@@ -133,16 +133,13 @@ async def test_a_budget_shortens_requests_until_it_is_raised(control: Control) -
             engine.open("last", tenant="acme")
             await engine.steps_until(lambda: engine.caps()[-1][1] == 100_000)
             await stepped(control, engine, 1)
-        (waiting,) = control.fleet.recordings
-        waiting.close()
-        records = await recorder.rest()
+        records = await recorder.finished()
     assert [dict(r.budget_stages.stages) for r in records if r.HasField("budget_stages")] == [
         {"acme": LOWER_CAP},
         {"acme": FLOOR},
         {},
     ]
-    sent = [r.down.SerializeToString(deterministic=True) for r in records if r.HasField("down")]
-    assert sent[1:] == [response.SerializeToString(deterministic=True) for response in replayed(records)]
+    check_replay(records)
 
 
 async def test_usage_outlives_a_restart_and_a_store_that_is_away(
@@ -176,32 +173,31 @@ async def test_a_stop_names_the_usage_that_it_cannot_store(
     ]
 
 
-async def test_a_stop_loses_nothing(tmp_path: Path) -> None:
-    process = Process(tmp_path)
-    process.module = "tests.patient"
-    try:
-        await process.started()
-        with LinkedEngine([process.target]) as engine:
-            async with client(process) as asked:
-                new = formats.to_proto(budgeted(10**9))
-                await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=new))
-                await until(lambda: engine.link.lease.revision == 2)
-                engine.open("a", tenant="acme")
-                for _ in range(20):
-                    engine.step()
+async def test_a_stop_loses_nothing(own: Process) -> None:
+    own.module = "tests.patient"
+    await own.started()
+    with LinkedEngine([own.target]) as engine:
+        async with client(own) as asked:
+            await put_in_force(asked, budgeted(10**9))
+            await until(lambda: engine.link.lease.revision == 2)
+            engine.open("a", tenant="acme")
+            for _ in range(20):
+                engine.step()
 
-                async def received() -> list[int]:
-                    return [shown.step for shown in (await asked.engines()).engines]
+            async def received() -> list[int]:
+                return [shown.step for shown in (await asked.engines()).engines]
 
-                await until_answer(received, [20])
-            assert await process.terminate() == 0
-        await process.started()
-        async with client(process) as asked:
-            answer = await asked.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest())
-        assert [int(entry.used_tokens) for entry in answer.budgets] == [thought(engine)] * 2 == [20, 20]
-    finally:
-        process.kill()
-    assert "Traceback" not in process.log()
+            await until_answer(received, [20])
+        assert await own.terminate() == 0
+    await own.started()
+    async with client(own) as asked:
+        answer = await asked.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest())
+    assert [int(entry.used_tokens) for entry in answer.budgets] == [thought(engine)] * 2 == [20, 20]
+    assert "Traceback" not in own.log()
+
+
+async def put_in_force(asked: Client, new: Policy) -> None:
+    await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=formats.to_proto(new)))
 
 
 # -------------------------------------------------------------------------------------------------------- two replicas
@@ -225,7 +221,7 @@ class Pair:
     async def begin(self, first: Policy) -> None:
         self.one, self.two = await self._replicated.pair()
         async with client(self.two) as asked:
-            await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=formats.to_proto(first)))
+            await put_in_force(asked, first)
         targets = [self.one.target, self.two.target]
         self.engines = [
             self._ending.enter_context(LinkedEngine(targets if number < 4 else targets[::-1], f"e{number}"))
@@ -360,8 +356,7 @@ async def test_a_budget_of_the_fleet_shortens_thinking_on_every_replica(replicat
         await until_answer(lambda: pair.used(pair.one), whole)
         for tokens, cap in ((whole, FLOOR_TOKENS), (10**9, 100_000)):
             async with client(pair.one) as asked:
-                new = formats.to_proto(budgeted(tokens))
-                await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=new))
+                await put_in_force(asked, budgeted(tokens))
 
             def told(cap: int = cap) -> bool:
                 pair.step(1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import agent_pb2, audit_pb2, fleet_pb2, fleet_pb2_grpc
+from meridian.v1 import agent_pb2, audit_pb2, fleet_pb2
 
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.plain_data import plain
@@ -16,24 +16,20 @@ from meridian_control.fleet import thinking_ends
 from meridian_control.fleet.membership import LEASE_S
 from meridian_control.fleet.thinking_ends import MAX_WAIT_MS, NAMED
 from meridian_control.page.contents import newest_ends
-from tests.contract.control.app.test_server import Process
+from tests.contract.clients import calling
 from tests.contract.control.fleet.test_whole_fleet import stepping
 from tests.contract.control.telemetry.test_metrics import scraped, value
-from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, run
+from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, ctl, run
 from tests.contract.ctl import Control as FakeControl
 from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
-from tests.contract.secured import Clients, Secured, securing
 from tests.contract.streams import refusal
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.replicated import Replicated, client, until_answer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from typer.testing import Result
-
+    from tests.contract.control.app.test_server import Process
+    from tests.contract.secured import Secured
     from tests.contract.streams import Control
 
 WAIT = {"wait_ms": MAX_WAIT_MS}
@@ -46,9 +42,10 @@ def state(answer: fleet_pb2.EndThinkingResponse) -> str:
 
 
 async def end(target: str, request_id: str, **fields: Any) -> fleet_pb2.EndThinkingResponse:
-    async with grpc.aio.insecure_channel(target) as channel:
-        stub = fleet_pb2_grpc.FleetServiceStub(channel)
-        return await stub.EndThinking(fleet_pb2.EndThinkingRequest(request_id=request_id, **fields))
+    async with calling(target) as clients:
+        request = fleet_pb2.EndThinkingRequest(request_id=request_id, **fields)
+        answer: fleet_pb2.EndThinkingResponse = await clients.fleet.EndThinking(request)
+        return answer
 
 
 async def ended(target: str, request_id: str, **fields: Any) -> list[fleet_pb2.EndThinkingResponse]:
@@ -180,47 +177,34 @@ async def test_an_engine_that_is_gone(control: Control) -> None:
 # ------------------------------------------------------------------------------------------------- roles and audit
 
 
-@pytest.fixture
-async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
-    async with securing(tmp_path) as running:
-        yield running
-
-
 async def test_operators_may_and_the_audit_log_says_who_did_what(secured: Secured) -> None:
     asked = fleet_pb2.EndThinkingRequest(request_id="mine", reason="a customer waits", wait_ms=MAX_WAIT_MS)
     with LinkedEngine([secured.target], "agent", credentials=secured.agent("agent")) as linked:
         linked.open(ID)
         await linked.steps_until(lambda: any(live.think_tokens for live in secured.fleet.views.requests("")))
         for who in ("viewer", "agent", "nobody"):
-            async with secured.channel(who) as channel:
-                code, _ = await refusal(Clients(channel).fleet.EndThinking(asked))
+            async with secured.calling(who) as caller:
+                code, _ = await refusal(caller.fleet.EndThinking(asked))
                 assert code is grpc.StatusCode.PERMISSION_DENIED
         assert linked.engine.thinking(ID)
-        async with stepping(linked), secured.channel("operator") as channel:
-            operator = Clients(channel).fleet
-            answer = await operator.EndThinking(asked)
-            while not answer.outcome:
-                answer = await operator.EndThinking(asked)
-    async with secured.channel("admin") as channel:
+        async with stepping(linked), secured.calling("operator") as operator:
+            while not (await operator.fleet.EndThinking(asked)).outcome:
+                pass
+    async with secured.calling("admin") as admin:
         wanted = audit_pb2.ListAuditRequest(method="FleetService/EndThinking", request_id="mine")
-        records = (await Clients(channel).audit.ListAudit(wanted)).records
+        records = (await admin.audit.ListAudit(wanted)).records
+        wanted = audit_pb2.ListAuditRequest(method="FleetService/EndThinking", outcome="PERMISSION_DENIED")
+        refused = (await admin.audit.ListAudit(wanted)).records
     newest = records[0]
     assert (newest.principal, newest.role, newest.outcome) == ("operator", "operator", "OK")
     assert (newest.request_id, newest.reason) == ("mine", "a customer waits")
     assert newest.details["outcome"] == "OUTCOME_APPLIED"
     assert records[-1].details["state"] == "END_THINKING_STATE_ENDING"
     assert newest.details["wait_ms"] == str(MAX_WAIT_MS)
-    async with secured.channel("admin") as channel:
-        wanted = audit_pb2.ListAuditRequest(method="FleetService/EndThinking", outcome="PERMISSION_DENIED")
-        refused = (await Clients(channel).audit.ListAudit(wanted)).records
     assert [record.principal for record in refused] == ["nobody", "agent", "viewer"]
 
 
 # ---------------------------------------------------------------------------------------------- meridianctl and views
-
-
-async def ctl(control: Control, *arguments: object) -> Result:
-    return await run(*arguments, server=control.target)
 
 
 async def test_meridianctl(control: Control) -> None:
@@ -325,28 +309,24 @@ async def test_the_status_page_lists_the_end(control: Control) -> None:
     )
 
 
-async def test_metrics(tmp_path: Path) -> None:
-    own = Process(tmp_path)
-    try:
-        await own.started()
-        assert value(own, "meridian_think_ends_total", reason="operator") == 0
-        assert any(s.labels == {"reason": "operator"} for s in scraped(own)["meridian_think_ends_total"].samples), (
-            "the series begins with 0"
-        )
-        with LinkedEngine([own.target]) as linked:
-            linked.open("a")
-            await linked.steps_until(linked.caps)
-            async with stepping(linked):
-                await ended(own.target, "a")
+async def test_metrics(own: Process) -> None:
+    await own.started()
+    assert value(own, "meridian_think_ends_total", reason="operator") == 0
+    assert any(s.labels == {"reason": "operator"} for s in scraped(own)["meridian_think_ends_total"].samples), (
+        "the series begins with 0"
+    )
+    with LinkedEngine([own.target]) as linked:
+        linked.open("a")
+        await linked.steps_until(linked.caps)
+        async with stepping(linked):
+            await ended(own.target, "a")
 
-                async def counted() -> tuple[float, float]:
-                    ends = await asyncio.to_thread(value, own, "meridian_think_ends_total", reason="operator")
-                    made = await asyncio.to_thread(value, own, "meridian_decisions_total", reason="operator")
-                    return ends, made
+            async def counted() -> tuple[float, float]:
+                ends = await asyncio.to_thread(value, own, "meridian_think_ends_total", reason="operator")
+                made = await asyncio.to_thread(value, own, "meridian_decisions_total", reason="operator")
+                return ends, made
 
-                await until_answer(counted, (1.0, 1.0))
-    finally:
-        own.kill()
+            await until_answer(counted, (1.0, 1.0))
 
 
 # --------------------------------------------------------------------------------------------------- several replicas

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
-from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
+from tests.contract.clients import calling
 from tests.contract.control.fleet.test_record import replayed
+from tests.contract.raw_engine import RawEngine
 from tests.fakes.linked import until
 from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, hello
 
@@ -20,50 +21,25 @@ if TYPE_CHECKING:
 STOP, APPLIED = agent_pb2.FINISH_REASON_STOP, agent_pb2.OUTCOME_APPLIED
 
 
-class RawEngine:
-    """An engine whose stream has only the messages that a test sends."""
-
-    def __init__(self, channel: grpc.aio.Channel, said: agent_pb2.Hello) -> None:
-        self.call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
-        self.said, self.step = said, 0
-
-    async def connect(self, revision: int = 1) -> None:
-        """Open the stream, and apply the policy as soon as it has this revision or a later one."""
-        await self.send(hello=self.said)
-        await self.send(snapshot=agent_pb2.Snapshot())
-        while (settings := (await self.call.read()).settings).revision < revision:
-            pass
-        status = agent_pb2.SettingsStatus(nonce=settings.nonce, revision=settings.revision)
-        await self.send(settings_status=status)
-        await self.report()
-
-    async def send(self, **message: Any) -> None:
-        await self.call.write(agent_pb2.ConnectRequest(**message))
-
-    async def report(self, **fields: Any) -> None:
-        self.step += 1
-        await self.send(step=agent_pb2.StepReport(step=self.step, steps=1, **fields))
-
-    async def hand_over(self) -> agent_pb2.HandOver:
-        """Return the next handover that the control plane decides."""
-        while not (made := list((await self.call.read()).directives.hand_overs)):
-            pass
-        first: agent_pb2.HandOver = made[0]
-        return first
-
-
 def opened(request_id: str, phase: agent_pb2.Phase.ValueType, **fields: Any) -> list[agent_pb2.RequestOpened]:
     return [agent_pb2.RequestOpened(request_id=request_id, model="m", prompt_tokens=160, phase=phase, **fields)]
+
+
+async def continued(a: RawEngine, b: RawEngine, move: agent_pb2.HandOver) -> None:
+    """Report that engine a has handed its request over, and that engine b continues it."""
+    applied = agent_pb2.DecisionOutcome(decision_id=move.decision_id, outcome=APPLIED, detail="10 blocks")
+    await a.report(outcomes=[applied], closed=[agent_pb2.RequestClosed(reason=STOP, handed_over=True)])
+    await b.report(opened=opened("on-b", agent_pb2.PHASE_OUTPUT, handed_over_ref=move.ref))
+    await b.report(continued=agent_pb2.ContinuedColumns(slot=[0], transferred_tokens=[160], first_token_ms=[31.0]))
 
 
 async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Control) -> None:
     stored = await control.set_policy(disagg())
     recording = control.fleet.record("")
-    async with grpc.aio.insecure_channel(control.target) as channel:
-        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
-        a, b = RawEngine(channel, hello("a")), RawEngine(channel, hello("b", ANSWERING))
-        for engine in (a, b):
-            await engine.connect()
+    async with calling(control.target) as clients:
+        fleet = clients.fleet
+        a = await RawEngine(clients.channel, hello("a")).connect()
+        b = await RawEngine(clients.channel, hello("b", ANSWERING)).connect()
         await until(lambda: [e.acked_revision for e in control.fleet.views.engines()] == [stored.revision] * 2)
         await until(lambda: all(c.session.gauges is not None for c in control.fleet.connections))
         control.fleet.part(FleetHandovers).share()
@@ -71,11 +47,7 @@ async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Co
         await a.report(opened=thinks, kv_used=0.95)
         move = await a.hand_over()
         assert (move.slot, move.url, move.shadow) == (0, "http://b:8000", False)
-        applied = agent_pb2.DecisionOutcome(decision_id=move.decision_id, outcome=APPLIED, detail="10 blocks")
-        await a.report(outcomes=[applied], closed=[agent_pb2.RequestClosed(reason=STOP, handed_over=True)])
-        await b.report(opened=opened("on-b", agent_pb2.PHASE_OUTPUT, handed_over_ref=move.ref))
-        told = agent_pb2.ContinuedColumns(slot=[0], transferred_tokens=[160], first_token_ms=[31.0])
-        await b.report(continued=told)
+        await continued(a, b, move)
         await until(lambda: control.fleet.part(FleetHandovers).results.total() == {"handed_over": 1})
         await until(lambda: control.fleet.part(FleetHandovers).results.pending() == 0)
         for request_id, other in (("on-a", "on-b"), ("on-b", "on-a")):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
-from meridian.v1 import fleet_pb2, fleet_pb2_grpc
+from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.control_group.savings import WITHDRAWER, harming
@@ -21,6 +20,7 @@ from meridian_control.fleet.peers import Peers
 from meridian_control.policy.shortening_kinds import CAP, ENTROPY, LOOP, SOFT_CLOSE, Kind
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, State
+from tests.contract.clients import calling
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine
 from tests.fakes.tables import policy
@@ -59,8 +59,9 @@ def has(control: Control, revision: int) -> bool:
 
 
 async def savings(control: Control) -> fleet_pb2.GetSavingsResponse:
-    async with grpc.aio.insecure_channel(control.target) as channel:
-        return await fleet_pb2_grpc.FleetServiceStub(channel).GetSavings(fleet_pb2.GetSavingsRequest())
+    async with calling(control.target) as clients:
+        answer: fleet_pb2.GetSavingsResponse = await clients.fleet.GetSavings(fleet_pb2.GetSavingsRequest())
+        return answer
 
 
 async def test_rules_that_do_harm_go_into_shadow_until_the_next_revision(control: Control) -> None:

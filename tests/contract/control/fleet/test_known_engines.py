@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import grpc
 import pytest
-from meridian.v1 import agent_pb2
 
 from meridian_control.fleet.departed import FORGET_AFTER_S
-from tests.contract.ctl import FAILED, OK, run
-from tests.contract.streams import call_to
-from tests.fakes.agent import hello
+from tests.contract.ctl import FAILED, OK, ctl
+from tests.contract.raw_engine import RawEngine
+from tests.fakes.linked import until
 
 if TYPE_CHECKING:
     from tests.contract.streams import Control
-
-
-async def joined(call: Any, engine_id: str) -> None:
-    await call.write(agent_pb2.ConnectRequest(hello=hello(engine_id)))
-    while not (response := await call.read()).HasField("settings"):
-        pass
-    status = agent_pb2.SettingsStatus(nonce=response.settings.nonce, revision=response.settings.revision)
-    await call.write(agent_pb2.ConnectRequest(settings_status=status))
-
-
-async def until_left(control: Control, engine_id: str) -> None:
-    async with asyncio.timeout(60):
-        while control.connected(engine_id):
-            await asyncio.sleep(0.01)
 
 
 def lost(control: Control) -> list[str]:
@@ -37,22 +22,22 @@ def lost(control: Control) -> list[str]:
 
 
 async def test_engines_that_are_lost_while_it_is_away_are_named(control: Control) -> None:
-    async with call_to(control.target) as stays, call_to(control.target) as dies, call_to(control.target) as ends:
-        for call, engine_id in ((stays, "stays"), (dies, "dies"), (ends, "ends")):
-            await joined(call, engine_id)
-        await ends.done_writing()
-        await until_left(control, "ends")
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        engines = [await RawEngine(channel, name).connect() for name in ("stays", "dies", "ends")]
+        await engines[-1].call.done_writing()
+        await until(lambda: not control.connected("ends"))
         await control.parts.known.store()
         await control.kill()
     await control.start()
     assert lost(control) == ["dies", "stays"]
-    async with call_to(control.target) as stays:
-        await joined(stays, "stays")
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        _stays = await RawEngine(channel, "stays").connect()
+        await until(lambda: control.engine("stays").acked_revision == control.fleet.revision)
         assert lost(control) == ["dies"]
-        waited = await run("wait", "--timeout", "0", server=control.target)
+        waited = await ctl(control, "wait", "--timeout", "0")
         assert waited.exit_code == FAILED
         assert "dies is lost" in waited.stderr
-        assert (await run("wait", "--timeout", "60", "--engines", "1", server=control.target)).exit_code == OK
+        assert (await ctl(control, "wait", "--timeout", "60", "--engines", "1")).exit_code == OK
         # Nothing is forgotten if the control plane ends again.
         await control.parts.known.store()
         await control.kill()
@@ -62,8 +47,8 @@ async def test_engines_that_are_lost_while_it_is_away_are_named(control: Control
 
 @pytest.mark.parametrize(("away_s", "named"), [(FORGET_AFTER_S - 5, ["e"]), (FORGET_AFTER_S + 5, [])])
 async def test_engines_of_long_ago_are_forgotten(control: Control, away_s: float, named: list[str]) -> None:
-    async with call_to(control.target) as call:
-        await joined(call, "e")
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        _engine = await RawEngine(channel, "e").connect()
         known, clock = control.parts.known, control.fleet.clock
         known._fleet.clock = lambda: clock() - timedelta(seconds=away_s)
         await known.store()

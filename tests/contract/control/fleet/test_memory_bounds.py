@@ -3,7 +3,6 @@ the bound, and what a stream took is given back when it ends."""
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,8 +13,8 @@ from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.fleet import recording
 from meridian_control.fleet.connection import QUEUE_BYTES, Responses
 from meridian_control.fleet.memory import Memory, MemoryLimits
-from tests.contract.control.fleet.test_fair_share import Raw
 from tests.contract.control.server.test_flood import resident_mb
+from tests.contract.raw_engine import RawEngine
 from tests.contract.streams import failure
 from tests.fakes.linked import until
 
@@ -35,13 +34,11 @@ def long_texts(first: int, number: int, tag: str = "") -> list[agent_pb2.Request
     ]
 
 
-async def load(engine: Raw, number: int) -> Any:
+async def load(engine: RawEngine, number: int) -> Any:
     """Report requests with long texts until the stream is refused; return code and reason, None if it is not."""
     for first in range(0, number, 100):
-        engine.step += 1
-        report = agent_pb2.StepReport(step=engine.step, steps=1, opened=long_texts(first, 100, engine.engine_id))
         try:
-            await engine.send(step=report)
+            await engine.report(opened=long_texts(first, 100, engine.hello.engine_id))
             await engine.answer(engine.step)
         except grpc.aio.AioRpcError as error:
             return error.code(), error.details()
@@ -69,9 +66,7 @@ async def test_a_stream_that_takes_too_much_is_refused(
 ) -> None:
     control.fleet.memory = memory = Memory(limits)
     async with grpc.aio.insecure_channel(control.target) as channel:
-        engines = [Raw(channel, f"e{number}") for number in range(streams)]
-        for engine in engines:
-            await engine.connect()
+        engines = [await RawEngine(channel, f"e{number}").connect() for number in range(streams)]
         # Each but the last stays below the bound of its stream.
         number = 5000 if streams == 1 else 300
         found = [await load(engine, number) for engine in engines]
@@ -89,8 +84,7 @@ async def test_parts_of_a_snapshot_count(control: Control) -> None:
     """A snapshot that never ends takes memory although none of its requests is there yet."""
     control.fleet.memory = Memory(MemoryLimits(stream=4 * MIB))
     async with grpc.aio.insecure_channel(control.target) as channel:
-        engine = Raw(channel, "e")
-        await engine.connect()
+        engine = await RawEngine(channel, "e").connect()
         for _ in range(2):
             await engine.send(snapshot=agent_pb2.Snapshot(step=9, requests=long_texts(0, 100), continues=True))
         reason = "requests of one stream take more than 4 MiB (--max-stream-mib)"
@@ -101,8 +95,7 @@ async def test_recordings_that_nobody_reads_are_dropped(control: Control, monkey
     monkeypatch.setattr(recording, "ALL_QUEUES_BYTES", 8 * MIB)
     recordings = [control.fleet.record("") for _ in range(16)]
     async with grpc.aio.insecure_channel(control.target) as channel:
-        engine = Raw(channel, "e")
-        await engine.connect()
+        engine = await RawEngine(channel, "e").connect()
         assert await load(engine, 1000) is None
         waiting = sum(each.waiting_bytes for each in recordings)
         assert 0 < waiting <= 8 * MIB
@@ -121,8 +114,7 @@ async def test_answers_that_nobody_reads_are_bounded() -> None:
 
 
 async def test_a_message_of_very_many_entries_is_not_parsed(control: Control) -> None:
-    async with AsyncExitStack() as ending:
-        channel = await ending.enter_async_context(grpc.aio.insecure_channel(control.target))
+    async with grpc.aio.insecure_channel(control.target) as channel:
         call: Any = channel.stream_stream("/meridian.v1.AgentService/Connect")()
         hello = agent_pb2.ConnectRequest(hello=agent_pb2.Hello(engine_id="e", incarnation="1"))
         await call.write(hello.SerializeToString())
@@ -140,8 +132,7 @@ async def test_a_hostile_stream_costs_a_process_little_memory(own: Process) -> N
     async with grpc.aio.insecure_channel(own.target) as channel:
         before_mb = resident_mb(own)
         for number in range(3):
-            engine = Raw(channel, f"e{number}")
-            await engine.connect()
+            engine = await RawEngine(channel, f"e{number}").connect()
             found = await load(engine, 10_000)
             assert found is not None
             assert found[0] is grpc.StatusCode.RESOURCE_EXHAUSTED

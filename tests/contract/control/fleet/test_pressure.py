@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.pressure.fleet import FleetPressure
-from tests.contract.control.fleet.test_record import Recorder, replayed
-from tests.contract.ctl import run
+from tests.contract.control.fleet.test_record import Recorder, check_replay
+from tests.contract.ctl import ctl
 from tests.fakes.control import utc_now
 from tests.fakes.engine import END, START
 from tests.fakes.linked import LinkedEngine, until
@@ -80,7 +80,7 @@ async def begin(control: Control, engine: LinkedEngine, tenant: str) -> None:
 async def check_what_is_told(control: Control) -> None:
     """Check what `meridianctl` and the metrics say of the pressure of two engines, one of which has shortened its
     requests."""
-    life = json.loads((await run("explain", "think-pressed", "-o", "json", server=control.target)).stdout)
+    life = json.loads((await ctl(control, "explain", "think-pressed", "-o", "json")).stdout)
     (cap,) = [
         event["decision"]
         for event in life["life"]["events"]
@@ -95,9 +95,9 @@ async def check_what_is_told(control: Control) -> None:
     assert (lowered["value"], lowered["limit_name"]) == (20, "pressure chat in stage lower_cap")
     assert (target["signal"], target["operator"], target["limit"]) == ("output_itl_p99_ms", ">", 40)
     assert target["value"] == cap["pressure"]["reading"]["measured"] >= SLOW_MS
-    rows = (await run("pressure", server=control.target)).stdout.splitlines()
+    rows = (await ctl(control, "pressure")).stdout.splitlines()
     assert sorted(row.split()[:3] for row in rows[1:]) == [["other", "chat", "0/6"], ["pressed", "chat", "4/6"]]
-    (only,) = json.loads((await run("pressure", "--engine", "pressed", "-o", "json", server=control.target)).stdout)
+    (only,) = json.loads((await ctl(control, "pressure", "--engine", "pressed", "-o", "json")).stdout)
     assert (only["engine_id"], only["name"], only["level"], len(only["changes"])) == ("pressed", "chat", 4, 2)
     told = dict(control.fleet.part(FleetPressure).metrics(control.fleet.totals()))
     assert told["meridian_pressure_level"] == [(("chat",), 4)]
@@ -141,12 +141,9 @@ async def test_slow_answers_shorten_thinking_until_they_are_fast(
             late = engine.engine.live["late"]
             await stepped.step(FAST_MS, engine)
             await engine.steps_until(lambda: (late.slot, 100_000) in engine.caps())
-        (waiting,) = control.fleet.recordings
-        waiting.close()
-        records = await recorder.rest()
+        records = await recorder.finished()
     assert not [r for r in records if r.HasField("pressure_levels")], "levels follow from the reports"
-    sent = [r.down.SerializeToString(deterministic=True) for r in records if r.HasField("down")]
-    assert sent[1:] == [response.SerializeToString(deterministic=True) for response in replayed(records)]
+    check_replay(records)
 
 
 async def test_requests_that_wait_in_the_queue_shorten_thinking(control: Control) -> None:
@@ -159,7 +156,7 @@ async def test_requests_that_wait_in_the_queue_shorten_thinking(control: Control
         (reading,) = (await stepped.level(2, FAST_MS, engine)).readings
         assert (reading.target, reading.samples) == ("queueing_p99_ms", 12)
         assert 900 <= reading.measured <= 1.1 * 1100, "they wait for the whole window"
-        row = (await run("pressure", server=control.target)).stdout.splitlines()[1].split()
+        row = (await ctl(control, "pressure")).stdout.splitlines()[1].split()
         assert row[:7] == ["queued", "queue", "2/6", "queueing_p99_ms", f"{reading.measured:.4g}", "300", "12"]
         assert not control.fleet.totals().queueing.counts.any()
         for live in engine.engine.live.values():
@@ -184,7 +181,7 @@ async def test_an_engine_whose_agent_does_not_report_queueing_time_keeps_its_pol
         while not (shown := control.engine("older").pressures[0]).readings:
             await stepped.step(SLOW_MS, engine)
         assert [(one.target, one.samples) for one in shown.readings] == [("queueing_p99_ms", 0)]
-        assert (await run("pressure", server=control.target)).stdout.split()[-3:] == ["queue", "0/6", "(shadow)"]
+        assert (await ctl(control, "pressure")).stdout.split()[-3:] == ["queue", "0/6", "(shadow)"]
 
 
 async def test_a_recording_that_begins_late_has_the_levels(control: Control) -> None:
@@ -194,9 +191,7 @@ async def test_a_recording_that_begins_late_has_the_levels(control: Control) -> 
         await begin(control, engine, "chat")
         await stepped.level(2, SLOW_MS, engine)
         async with Recorder(control) as recorder:
-            (waiting,) = control.fleet.recordings
-            waiting.close()
-            records = await recorder.rest()
+            records = await recorder.finished()
     assert [dict(r.pressure_levels.levels) for r in records if r.HasField("pressure_levels")] == [{"chat": 2}]
 
 
@@ -218,7 +213,7 @@ async def test_an_engine_that_is_left_alone_is_shown_restored(
         assert not control.engine("left").pressures[0].level
         logged = [record.getMessage() for record in caplog.records if "pressure chat" in record.getMessage()]
         assert logged[-1] == "pressure chat on engine left: level 1 to 0, nothing was measured"
-        assert "left" in (await run("pressure", server=control.target)).stdout
+        assert "left" in (await ctl(control, "pressure")).stdout
     await until(lambda: not control.fleet.connections)
     assert control.engine("left").pressures
-    assert "left" not in (await run("pressure", server=control.target)).stdout
+    assert "left" not in (await ctl(control, "pressure")).stdout

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.engine.session import Session
@@ -23,7 +23,7 @@ from meridian_control.offline.episodes import collect
 from meridian_control.offline.trace_file import read
 from meridian_control.policy import formats as forms
 from tests.contract.ctl import FakeFleet, run
-from tests.contract.streams import Control, bad_slot, call_to, failure
+from tests.contract.streams import Control, bad_slot, call_to, failure, to_the_end
 from tests.fakes import traces
 from tests.fakes.agent import FakeAgent, Script, hello
 from tests.fakes.linked import LinkedEngine, until
@@ -40,6 +40,7 @@ class Recorder:
     """A client of RecordTrace that reads only when a test tells it to read."""
 
     def __init__(self, control: Control, engine_id: str = "") -> None:
+        self.control = control
         # The transport buffers no more than it must for a client that does not read.
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
         self.channel = grpc.aio.insecure_channel(control.target, options)
@@ -61,11 +62,16 @@ class Recorder:
     async def rest(self) -> list[fleet_pb2.TraceRecord]:
         return [response.record async for response in self.responses]
 
+    async def finished(self) -> list[fleet_pb2.TraceRecord]:
+        """End the only recording that runs, and return the records that are left."""
+        (waiting,) = self.control.fleet.recordings
+        waiting.close()
+        return await self.rest()
+
 
 async def stream_of(target: str, agent: FakeAgent, steps: int, **fields: Any) -> None:
     """Play the whole stream of an agent, which opens a request with these fields from time to time, and disconnect."""
-    async with grpc.aio.insecure_channel(target) as channel:
-        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
+    async with call_to(target) as call:
         await call.write(agent_pb2.ConnectRequest(hello=hello()))
 
         async def listen() -> None:
@@ -107,6 +113,12 @@ def replayed(records: list[fleet_pb2.TraceRecord]) -> list[agent_pb2.ConnectResp
     return said
 
 
+def check_replay(records: list[fleet_pb2.TraceRecord]) -> None:
+    """Assert that a new session gives exactly the recorded answers, after the Welcome."""
+    sent = [r.down.SerializeToString(deterministic=True) for r in records if r.HasField("down")]
+    assert sent[1:] == [response.SerializeToString(deterministic=True) for response in replayed(records)]
+
+
 async def test_a_recorded_session_replays_exactly(control: Control) -> None:
     await control.set_policy(policy(entropy={"shadow": False, "eat_probe_interval_tokens": 2, "eat_warmup_samples": 2}))
     agent = FakeAgent()
@@ -115,18 +127,14 @@ async def test_a_recorded_session_replays_exactly(control: Control) -> None:
         await until(lambda: any(engine.step > 40 for engine in control.fleet.views.engines()))
         await control.set_policy(policy(scheduler={"max_think_tokens": 5, "min_think_tokens": 0}))
         await playing
-        (waiting,) = control.fleet.recordings
-        waiting.close()
-        records = await recorder.rest()
+        records = await recorder.finished()
     assert len({record.session_id for record in records}) == 1
     assert not any(record.joined_late for record in records)
     down = [record.down for record in records if record.HasField("down")]
     assert down[0].HasField("welcome")
     assert [kind for kind in (d.WhichOneof("message") for d in down) if kind == "settings"] == ["settings"] * 2
     assert sum(len(d.directives.forces) + len(d.directives.probes) + len(d.directives.caps) for d in down) > 10
-    assert [d.SerializeToString(deterministic=True) for d in down[1:]] == [
-        d.SerializeToString(deterministic=True) for d in replayed(records)
-    ]
+    check_replay(records)
     times = [record.time.ToNanoseconds() for record in records]
     assert times == sorted(times)
 
@@ -139,9 +147,7 @@ async def test_a_refused_message_is_in_no_recording(control: Control) -> None:
         await call.write(agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, steps=1, opened=[opened])))
         await call.write(bad_slot())
         await failure(call)
-        (waiting,) = control.fleet.recordings
-        waiting.close()
-        records = await recorder.rest()
+        records = await recorder.finished()
     replayed(records)
     assert [r.up.WhichOneof("message") for r in records if r.HasField("up")] == ["hello", "step"]
 
@@ -152,13 +158,9 @@ async def test_a_report_that_nobody_reads_ends_no_recorded_stream(control: Contr
         malformed = agent_pb2.TokenColumns(byte_columns=b"x" * 29)
         await call.write(agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, tokens=malformed)))
         await call.done_writing()
-        while await call.read() is not grpc.aio.EOF:
-            pass
+        await to_the_end(call)
         assert await call.code() is grpc.StatusCode.OK
-        (waiting,) = control.fleet.recordings
-        waiting.close()
-        records = await recorder.rest()
-    replayed(records)
+        replayed(await recorder.finished())
 
 
 async def test_a_session_under_way(control: Control, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from meridian.v1 import fleet_pb2, fleet_pb2_grpc, rollout_pb2
+from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.self_calibration import fleet, rule
@@ -91,11 +91,13 @@ async def records(control: Control, traffic: Traffic, count: int, who: Who = WHO
     await part.tick()
 
 
-async def found(control: Control, who: Who = WHO) -> fleet_pb2.SelfCalibration:
-    answer = await fleet_pb2_grpc.FleetServiceStub(control.channel).ListSelfCalibrations(
-        fleet_pb2.ListSelfCalibrationsRequest()
-    )
-    (row,) = [each for each in answer.self_calibrations if each.slo_class == who.slo_class]
+async def rows(control: Control) -> list[fleet_pb2.SelfCalibration]:
+    answer = await control.clients.fleet.ListSelfCalibrations(fleet_pb2.ListSelfCalibrationsRequest())
+    return list(answer.self_calibrations)
+
+
+async def found(control: Control) -> fleet_pb2.SelfCalibration:
+    (row,) = [each for each in await rows(control) if each.slo_class == WHO.slo_class]
     return row
 
 
@@ -242,8 +244,7 @@ async def test_a_rollout_that_is_rolled_back_withdraws_the_rule(control: Control
     await apply(control, ASKED)
     await records(control, EASY, ENOUGH)
     rollout = await control.get()
-    aborting = rollout_pb2.AbortRolloutRequest(rollout_id=rollout.rollout_id, author="ann", reason="not today")
-    await control.stub.AbortRollout(aborting)
+    await control.abort(rollout_id=rollout.rollout_id, author="ann", reason="not today")
     await control.fleet.part(SelfCalibration).tick()
     row = await found(control)
     assert (row.state, row.why) == ("withdrawn", f"rollout {rollout.rollout_id} was aborted: not today")
@@ -351,8 +352,7 @@ async def test_a_withdrawal_waits_for_a_rollout_of_others(control: Control) -> N
     rollout = await control.begin({"percent": 100.0, "bake_s": 1e6}, policy=to_proto(await policy_now(control)))
     await records(control, MISLED, 200, seed=4)
     assert (await found(control)).state == "in force"
-    aborting = rollout_pb2.AbortRolloutRequest(rollout_id=rollout.rollout_id, author="ann")
-    await control.stub.AbortRollout(aborting)
+    await control.abort(rollout_id=rollout.rollout_id, author="ann")
     await control.fleet.part(SelfCalibration).tick()
     assert (await found(control)).state == "withdrawn"
 
@@ -364,7 +364,4 @@ async def test_only_the_newest_traffics_are_kept(control: Control, monkeypatch: 
     for number in range(6):
         await records(control, EASY, 2, WHO._replace(slo_class=f"c{number}"), seed=number)
     await control.fleet.part(SelfCalibration).tick()
-    answer = await fleet_pb2_grpc.FleetServiceStub(control.channel).ListSelfCalibrations(
-        fleet_pb2.ListSelfCalibrationsRequest()
-    )
-    assert [row.slo_class for row in answer.self_calibrations] == ["c3", "c4", "c5"]
+    assert [row.slo_class for row in await rows(control)] == ["c3", "c4", "c5"]

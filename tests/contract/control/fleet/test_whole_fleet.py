@@ -21,8 +21,9 @@ from meridian_control.fleet.membership import FORGET_S, LEASE_S, Replica
 from meridian_control.fleet.peers import Peers
 from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy import formats
-from tests.contract.control.fleet.test_handovers import APPLIED, STOP, RawEngine, opened
+from tests.contract.control.fleet.test_handovers import continued, opened
 from tests.contract.control.fleet.test_replicas import leased
+from tests.contract.raw_engine import RawEngine
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import BUSY
@@ -134,28 +135,22 @@ async def test_a_request_moves_between_engines_of_two_replicas(replicated: Repli
     one, two = await replicated.pair()
     async with client(one) as asked, client(two) as other:
         await asked.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=formats.to_proto(disagg())))
-        async with grpc.aio.insecure_channel(one.target) as first, grpc.aio.insecure_channel(two.target) as second:
-            a, b = RawEngine(first, hello("a")), RawEngine(second, hello("b", ANSWERING))
-            for engine in (a, b):
-                await engine.connect(revision=2)
-            await a.report(opened=opened("on-a", agent_pb2.PHASE_THINK, hand_over_candidate=True), kv_used=0.95)
-            decided = asyncio.create_task(a.hand_over())
-            # The replica of the thinking engine hears of the answering engine within a second.
-            async with asyncio.timeout(20 * BUSY):
-                while not decided.done():
-                    await a.report(kv_used=0.95)
-                    await asyncio.sleep(0.05)
-            move = decided.result()
-            assert move.url == "http://b:8000"
-            applied = agent_pb2.DecisionOutcome(decision_id=move.decision_id, outcome=APPLIED, detail="10 blocks")
-            await a.report(outcomes=[applied], closed=[agent_pb2.RequestClosed(reason=STOP, handed_over=True)])
-            await b.report(opened=opened("on-b", agent_pb2.PHASE_OUTPUT, handed_over_ref=move.ref))
-            told = agent_pb2.ContinuedColumns(slot=[0], transferred_tokens=[160], first_token_ms=[31.0])
-            await b.report(continued=told)
-            for each in (asked, other):
-                await until_answer(lambda each=each: _handed_over(each, "on-a"), ("handed_over", ["on-b"]))
-            listed = {e.engine_id: dict(e.handovers) for e in (await other.engines()).engines}
-            assert listed == {"a": {"handed_over": 1}, "b": {}}
+        a = await RawEngine(asked.channel, hello("a")).connect(revision=2)
+        b = await RawEngine(other.channel, hello("b", ANSWERING)).connect(revision=2)
+        await a.report(opened=opened("on-a", agent_pb2.PHASE_THINK, hand_over_candidate=True), kv_used=0.95)
+        decided = asyncio.create_task(a.hand_over())
+        # The replica of the thinking engine hears of the answering engine within a second.
+        async with asyncio.timeout(20 * BUSY):
+            while not decided.done():
+                await a.report(kv_used=0.95)
+                await asyncio.sleep(0.05)
+        move = decided.result()
+        assert move.url == "http://b:8000"
+        await continued(a, b, move)
+        for each in (asked, other):
+            await until_answer(lambda each=each: _handed_over(each, "on-a"), ("handed_over", ["on-b"]))
+        listed = {e.engine_id: dict(e.handovers) for e in (await other.engines()).engines}
+        assert listed == {"a": {"handed_over": 1}, "b": {}}
 
 
 async def _handed_over(asked: Client, request_id: str) -> tuple[str, list[str]]:

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
 from meridian_control.journal import jsonl_file as files
 from meridian_control.journal.log import DecisionLog
 from meridian_control.policy import formats as forms
-from tests.contract.control.app.test_server import Process
-from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, engine, run
+from tests.contract.clients import calling
+from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, ctl, engine, run
 from tests.contract.ctl import Control as FakeControl
 from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
+from tests.contract.streams import refusal
 from tests.fakes.engine import TEXT
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.sentences import ends_by_id
@@ -38,17 +39,12 @@ if TYPE_CHECKING:
     import logging
     from pathlib import Path
 
-    from typer.testing import Result
-
     from meridian_control.journal.records import Decision
+    from tests.contract.control.app.test_server import Process
     from tests.contract.streams import Control
 
 # A scheduler section with a soft close and a cap, both in shadow.
 SOFT = {"min_think_tokens": 0, "soft_think_tokens": 2, "shadow": True, "max_think_tokens": 100}
-
-
-async def ctl(control: Control, *arguments: object) -> Result:
-    return await run(*arguments, server=control.target)
 
 
 async def ready(control: Control) -> None:
@@ -116,11 +112,9 @@ async def test_decisions_are_listed_newest_first(control: Control) -> None:
         shown = (await ctl(control, "decisions", "--request", "a", "--reason", "hard_cap", "-o", "wide")).stdout
         assert "cap 600 (scheduler.max_think_tokens)" in shown
         assert shown.split()[-2:] == ["cap", "hard_cap"]
-        async with grpc.aio.insecure_channel(control.target) as channel:
-            stub = fleet_pb2_grpc.FleetServiceStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.ListDecisions(fleet_pb2.ListDecisionsRequest(page_size=-1))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        async with calling(control.target) as clients:
+            code, _ = await refusal(clients.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(page_size=-1)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_shadow_is_held_against_what_came(control: Control) -> None:
@@ -194,19 +188,16 @@ async def test_replay_of_files_that_cannot_be_used(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- the file
 
 
-async def test_decisions_go_to_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "decisions.jsonl"
-    process = Process(tmp_path, "--decision-log", str(path))
-    await process.started()
-    try:
-        with LinkedEngine([process.target], "e") as linked:
-            linked.open("a")
-            await linked.steps_until(linked.caps)
-            linked.engine.finish("a")
-            await linked.steps_until(lambda: path.read_text().count("\n") >= 2)
-        assert await process.terminate() == 0
-    finally:
-        process.kill()
+async def test_decisions_go_to_a_file(own: Process) -> None:
+    path = own.folder / "decisions.jsonl"
+    own.options = ("--decision-log", str(path))
+    await own.started()
+    with LinkedEngine([own.target], "e") as linked:
+        linked.open("a")
+        await linked.steps_until(linked.caps)
+        linked.engine.finish("a")
+        await linked.steps_until(lambda: path.read_text().count("\n") >= 2)
+    assert await own.terminate() == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     (cap,) = [line for line in lines if line["kind"] == "cap"]
     assert (cap["engine_id"], cap["request_id"], cap["outcome"]) == ("e", "a", "OUTCOME_REQUEST_GONE")
@@ -214,11 +205,11 @@ async def test_decisions_go_to_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "why"), [("no/file", "No such file or directory"), (".", "Is a directory")])
-async def test_a_file_that_cannot_be_opened_is_said_at_the_start(tmp_path: Path, name: str, why: str) -> None:
-    process = Process(tmp_path, "--decision-log", str(path := tmp_path / name))
-    process.start()
-    assert await process.ended() == 2
-    assert (tmp_path / "log").read_text() == f"meridian-control: --decision-log: {path} cannot be written: {why}\n"
+async def test_a_file_that_cannot_be_opened_is_said_at_the_start(own: Process, name: str, why: str) -> None:
+    own.options = ("--decision-log", str(path := own.folder / name))
+    own.start()
+    assert await own.ended() == 2
+    assert own.log() == f"meridian-control: --decision-log: {path} cannot be written: {why}\n"
 
 
 def logged(count: int) -> list[Decision]:

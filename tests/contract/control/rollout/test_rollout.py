@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2, rollout_pb2_grpc
+from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2
 
 from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.engine.shortening import UNSHORTENED
@@ -19,7 +19,8 @@ from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.rollout.driver import IDLE_TICKS
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By
-from tests.contract.ctl import FAILED, INVALID, OK, run
+from tests.contract.clients import OWN_CONNECTION, calling
+from tests.contract.ctl import FAILED, INVALID, OK, ctl
 from tests.contract.rollouts import (
     ABORTED,
     ALL,
@@ -38,17 +39,10 @@ from tests.fakes.control import utc_now
 from tests.fakes.linked import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from meridian_control.rollout.state import Rollout
     from tests.contract.control.app.test_server import Process
-
-
-@pytest.fixture
-async def control(tmp_path: Path) -> AsyncIterator[Control]:
-    async with controlling(f"sqlite+aiosqlite:///{tmp_path / 'm.db'}") as running:
-        yield running
 
 
 # ----------------------------------------------------------------------------------------------------- step by step
@@ -59,7 +53,7 @@ async def test_budgets_of_a_candidate_are_shown_on_every_replica(control: Contro
     new = to_proto(parse_toml('[[budget]]\nname = "trial"\ntokens_per_day = 9'))
     await control.begin(CANARY, ALL, policy=new)
     await control.fleet.part(BudgetSharing).tick()
-    rows = (await run("budgets", server=control.target)).stdout.splitlines()
+    rows = (await ctl(control, "budgets")).stdout.splitlines()
     assert [row.split()[:3] for row in rows[1:2]] == [["trial", "all", "unshortened"]]
     shown = dict(control.fleet.part(BudgetSharing).metrics(control.fleet.totals()))
     assert shown["meridian_budget_stage"] == [(("trial",), UNSHORTENED)]
@@ -120,7 +114,7 @@ async def test_the_policy_does_not_change_meanwhile(control: Control) -> None:
         back = policy_pb2.RollbackPolicyRequest(revision=1, validate_only=validate_only)
         assert await refusal(control.policy.RollbackPolicy(back)) == complaint
         assert await refusal(control.stub.StartRollout(starting(ALL, validate_only=validate_only))) == complaint
-    await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
+    await control.abort()
     update = policy_pb2.UpdatePolicyRequest(policy=to_proto(NEW))
     assert (await control.policy.UpdatePolicy(update)).revision.revision == 4
 
@@ -137,12 +131,8 @@ async def test_pause_and_resume(control: Control) -> None:
         assert (await control.ticks(20)).step == 1
         resumed = (await control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest(etag=paused.etag))).rollout
         assert (await control.stub.PauseRollout(request)).rollout.state == resumed.state == RUNNING, "a repeated call"
-        stale = rollout_pb2.AbortRolloutRequest(etag=paused.etag)
-        code, text = await refusal(control.stub.AbortRollout(stale))
-        assert (code, text) == (
-            grpc.StatusCode.ABORTED,
-            'etag is "1-2", but rollout 1 has the etag "1-3"; read it again',
-        )
+        stale = 'etag is "1-2", but rollout 1 has the etag "1-3"; read it again'
+        assert await refusal(control.abort(etag=paused.etag)) == (grpc.StatusCode.ABORTED, stale)
         assert (await control.ticks(3)).step == 2
 
 
@@ -151,18 +141,18 @@ async def test_abort(control: Control) -> None:
         await control.begin(CANARY, author="ann")
         await a.has(2)
         await b.has(1)
-        aborted = (await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest(author="eve"))).rollout
+        aborted = await control.abort(author="eve")
         assert (aborted.state, aborted.rollback_revision) == (ABORTED, 3)
         for engine in (a, b):
             await engine.has(3)
             assert engine.settings[-1].lease_ms == 5000
-        assert (await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest(rollout_id=1))).rollout == aborted
+        assert await control.abort(rollout_id=1) == aborted
         current = await control.in_force()
         assert (current.revision, current.author, current.reason) == (3, "eve", "rollout 1 aborted")
         over = (grpc.StatusCode.NOT_FOUND, "no rollout is active")
         assert await refusal(control.stub.PauseRollout(rollout_pb2.PauseRolloutRequest())) == over
         assert await refusal(control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest())) == over
-        assert await refusal(control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())) == over
+        assert await refusal(control.abort()) == over
 
 
 # --------------------------------------------------------------------------------------------- restarts and replicas
@@ -222,7 +212,7 @@ async def test_two_replicas(postgres_address: str) -> None:
             assert (await two.ticks(2)).state == (await one.ticks(1)).state == COMPLETED
             await two.begin(CANARY, ALL, guardrails={"nacks": 0})
             await b.has(3)
-            await one.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
+            await one.abort()
             for engine in (a, b, c):
                 await engine.has(4)
 
@@ -277,22 +267,16 @@ async def test_the_program_drives_a_rollout_although_it_is_killed(own: Process) 
     with Engine(own, "a", "canary") as a, Engine(own, "b", "main") as b:
         await a.has(1)
         await b.has(1)
-        async with grpc.aio.insecure_channel(own.target) as channel:
-            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-            await stub.StartRollout(starting(CANARY, {**ALL, "bake_s": 1.0}))
+        async with calling(own.target) as clients:
+            await clients.rollout.StartRollout(starting(CANARY, {**ALL, "bake_s": 1.0}))
         await a.has(2)
         own.kill()
         await own.started()
         await b.has(2)
-        async with grpc.aio.insecure_channel(own.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-
-            async def state() -> int:
-                return (await stub.GetRollout(rollout_pb2.GetRolloutRequest(), wait_for_ready=True)).rollout.state
-
-            async with asyncio.timeout(120):
-                while await state() != COMPLETED:
-                    await asyncio.sleep(0.1)
+        async with calling(own.target, OWN_CONNECTION) as clients, asyncio.timeout(120):
+            asked = rollout_pb2.GetRolloutRequest()
+            while (await clients.rollout.GetRollout(asked, wait_for_ready=True)).rollout.state != COMPLETED:
+                await asyncio.sleep(0.1)
         assert (a.settings[-1].revision, b.settings[-1].revision) == (2, 2)
     assert await own.terminate() == 0
     assert "Traceback" not in own.log()
@@ -316,7 +300,7 @@ async def test_a_directory_waits_for_the_end(
     await until(complaints)
     # Later polls of the directory log no further error.
     await asyncio.sleep(0.5)
-    await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
+    await control.abort()
     while (await control.in_force()).policy.fallback.lease_ms != 7000:
         await asyncio.sleep(0.02)
     watching.cancel()
@@ -360,7 +344,7 @@ async def test_starts_that_are_refused(control: Control, request_: Any, complain
 async def test_list(control: Control) -> None:
     for number in range(3):
         await control.begin(ALL, reason=f"n{number}")
-        await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
+        await control.abort()
     first = await control.stub.ListRollouts(rollout_pb2.ListRolloutsRequest(page_size=2))
     rest = await control.stub.ListRollouts(rollout_pb2.ListRolloutsRequest(page_token=first.next_page_token))
     assert [r.reason for r in (*first.rollouts, *rest.rollouts)] == ["n2", "n1", "n0"]
@@ -377,13 +361,13 @@ async def test_meridianctl(control: Control, tmp_path: Path) -> None:
     policy.write_text("fallback.lease_ms = 6000")
     steps.write_text('[[step]]\nengine_labels = {pool = "canary*"}\n[[step]]\npercent = 25\n[guardrails]\nnacks = 2')
 
-    async def ctl(*arguments: object) -> Any:
-        return await run("rollout", *arguments, server=control.target)
+    async def rollout(*arguments: object) -> Any:
+        return await ctl(control, "rollout", *arguments)
 
-    checked = await ctl("start", "-f", policy, "--steps", steps, "--dry-run", "--diff")
+    checked = await rollout("start", "-f", policy, "--steps", steps, "--dry-run", "--diff")
     assert checked.stdout.endswith(f"{policy} and {steps}: valid, nothing started\n")
     assert "fallback.lease_ms" in checked.stdout
-    started = await ctl("start", "-f", policy, "--steps", steps, "--reason", "why")
+    started = await rollout("start", "-f", policy, "--steps", steps, "--reason", "why")
     assert started.exit_code == OK
     assert [line.split() for line in started.stdout.splitlines()[:3]] == [
         ["rollout", "1"],
@@ -391,26 +375,26 @@ async def test_meridianctl(control: Control, tmp_path: Path) -> None:
         ["revisions", "1", "→", "2"],
     ]
     await control.ticks(6)
-    shown = await ctl("status")
+    shown = await rollout("status")
     lines = [line.split() for line in shown.stdout.splitlines()]
     assert ["waits", "for", "an", "engine", "to", "connect"] in lines
     assert ["1", "100", "%", "of", "pool=canary*", "600", "5", "s"] in lines
     assert ["2", "25", "%", "600"] in lines
     assert ["nacks", "0", "2", "0"] in lines
     for command, state in (("pause", "paused"), ("resume", "running"), ("abort", "aborted")):
-        done = await ctl(command, "--reason", "so")
+        done = await rollout(command, "--reason", "so")
         assert (done.exit_code, done.stdout.splitlines()[1].split()) == (OK, ["state", state])
-    waited = await ctl("status", 1, "--wait", "-o", "json")
+    waited = await rollout("status", 1, "--wait", "-o", "json")
     assert (waited.exit_code, waited.stderr) == (FAILED, "rollout 1 is aborted\n")
     assert '"state": "ROLLOUT_STATE_ABORTED"' in waited.stdout
-    as_toml = tomllib.loads((await ctl("status", 1, "-o", "toml")).stdout)
+    as_toml = tomllib.loads((await rollout("status", 1, "-o", "toml")).stdout)
     assert (as_toml["state"], as_toml["plan"]["step"][1]["percent"]) == ("ROLLOUT_STATE_ABORTED", 25)
-    listed = await ctl("list")
+    listed = await rollout("list")
     assert listed.stdout.splitlines()[1].split()[:6] == ["1", "aborted", "1", "of", "2", "2"]
-    again = await ctl("abort")
+    again = await rollout("abort")
     assert (again.exit_code, again.stderr) == (FAILED, "NOT_FOUND: no rollout is active\n")
     steps.write_text("[[step]]\npercent = 101\n")
-    bad = await ctl("start", "-f", policy, "--steps", steps)
+    bad = await rollout("start", "-f", policy, "--steps", steps)
     assert (bad.exit_code, bad.stderr) == (INVALID, f"{steps}:2: step[0].percent must be in [0, 100]; got 101\n")
 
 
@@ -422,12 +406,12 @@ async def test_the_author_hears_of_a_step_without_engines_and_it_waits(control: 
         "[[step]]\npercent = 0.0001\nbake_s = 2\n[[step]]\npercent = 100\n[guardrails]\noutput_itl_p99_ms = 9"
     )
     command = ("rollout", "start", "-f", policy, "--steps", steps)
-    nobody = await run(*command, "--dry-run", server=control.target)
+    nobody = await ctl(control, *command, "--dry-run")
     assert nobody.stderr == "warning: no engine is connected: the rollout waits until one connects\n"
     with Engine(control, "a", "main") as a:
         await a.has(1)
         for more in (("--dry-run",), ()):
-            warned = await run(*command, *more, server=control.target)
+            warned = await ctl(control, *command, *more)
             assert (warned.exit_code, warned.stderr) == (
                 OK,
                 "warning: step 1 selects none of the 1 connected engines (0.0001 % of the engines, by a hash of their "
@@ -438,5 +422,5 @@ async def test_the_author_hears_of_a_step_without_engines_and_it_waits(control: 
         assert found.waiting_for.startswith(
             "an engine with the candidate: step 1 selects none of the 1 connected engines"
         )
-        shown = (await run("rollout", "status", server=control.target)).stdout
+        shown = (await ctl(control, "rollout", "status")).stdout
         assert ["output_itl_p99_ms", "9", "0", "not", "measured"] in [line.split() for line in shown.splitlines()]

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import rollout_pb2
 
 from meridian_control.common.errors import StoreUnavailable
-from tests.contract.rollouts import ALL, CANARY, HALTED, ROLLED_BACK, RUNNING, Control, Engine, controlling
+from tests.contract.rollouts import ALL, CANARY, HALTED, ROLLED_BACK, RUNNING, Control, Engine
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.linked import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-
-@pytest.fixture
-async def control(tmp_path: Path) -> AsyncIterator[Control]:
-    async with controlling(f"sqlite+aiosqlite:///{tmp_path / 'm.db'}") as running:
-        yield running
 
 
 async def answers(control: Control, engine: Engine, gap_s: float) -> None:
@@ -132,7 +122,7 @@ async def test_a_refusal_halts(control: Control) -> None:
         assert (a.link.lease.revision, b.link.lease.revision) == (1, 1)
         await control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest())
         assert (await control.ticks(1)).state == HALTED
-        await control.stub.AbortRollout(rollout_pb2.AbortRolloutRequest())
+        await control.abort()
         a.refusal = ""
         await b.has(3)
         await until(lambda: [s.revision for s in a.settings] == [1, 2, 3])

@@ -14,14 +14,14 @@ import jwt
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
-from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
+from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_agent.link import credentials as agent_credentials
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.server.roles import OPEN, RULES, Role, rule_of
 from tests.certificates import DAY, Authority
-from tests.contract.secured import ACCESS, DENIED, METHODS, ROLES, Clients, Secured, code_of, securing
-from tests.fakes.agent import hello
+from tests.contract.raw_engine import RawEngine
+from tests.contract.secured import ACCESS, DENIED, METHODS, ROLES, Secured, code_of, securing
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import Control, wait_for
 
@@ -29,15 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from tests.contract.clients import Clients
     from tests.postgres import Postgres
 
 SECRET = "0123456789abcdef0123456789abcdef"
-
-
-@pytest.fixture
-async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
-    async with securing(tmp_path) as running:
-        yield running
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
@@ -46,8 +41,19 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
     return raised.value
 
 
-async def engines(channel: grpc.aio.Channel) -> Any:
-    return await Clients(channel).fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=60)
+async def engines(clients: Clients) -> Any:
+    return await clients.fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=60)
+
+
+async def refused(secured: Secured, who: str | ClientCredentials) -> None:
+    """Assert that a connection with these credentials is not accepted."""
+    async with secured.calling(who) as clients:
+        assert (await failure(engines(clients))).code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def accepted(secured: Secured, who: str | ClientCredentials) -> None:
+    async with secured.calling(who) as clients:
+        await engines(clients)
 
 
 # ------------------------------------------------------------------------------------------------------------- roles
@@ -90,8 +96,8 @@ async def test_every_role_and_method(secured: Secured) -> None:
 
 
 async def test_a_refusal_says_why(secured: Secured) -> None:
-    async with secured.channel("viewer") as channel:
-        call = Clients(channel).policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
+    async with secured.calling("viewer") as viewer:
+        call = viewer.policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
         status = await rpc_status.aio.from_call(call)
     assert status.code == grpc.StatusCode.PERMISSION_DENIED.value[0]
     assert status.message == '"viewer" is viewer; meridian.v1.PolicyService/UpdatePolicy needs operator'
@@ -101,36 +107,34 @@ async def test_a_refusal_says_why(secured: Secured) -> None:
 
 
 async def test_the_access_file_counts_when_it_changes(secured: Secured) -> None:
-    async with secured.channel("nobody") as channel:
-        assert (await failure(engines(channel))).code() is grpc.StatusCode.PERMISSION_DENIED
+    async with secured.calling("nobody") as nobody:
+        assert (await failure(engines(nobody))).code() is grpc.StatusCode.PERMISSION_DENIED
         before = secured.access.read_text()
         secured.access.write_text(before + '[[identity]]\ncn = "nob*"\nrole = "viewer"\n')
-        await engines(channel)
+        await engines(nobody)
         secured.access.write_text("nonsense")
-        await engines(channel)
+        await engines(nobody)
         secured.access.write_text(before)
-        assert (await failure(engines(channel))).code() is grpc.StatusCode.PERMISSION_DENIED
+        assert (await failure(engines(nobody))).code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_who_wrote_a_revision_is_who_was_let_in(secured: Secured) -> None:
     request = policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy(), author="somebody else")
-    async with secured.channel("operator") as channel:
-        answer = await Clients(channel).policy.UpdatePolicy(request)
+    async with secured.calling("operator") as operator:
+        answer = await operator.policy.UpdatePolicy(request)
     assert answer.revision.author == "operator"
 
 
 # ------------------------------------------------------------------------------------------------------------ agents
 
 
-async def connected(secured: Secured, who: str, engine_id: str) -> grpc.StatusCode:
+async def connected(secured: Secured, who: str | ClientCredentials, engine_id: str) -> grpc.StatusCode:
     async with secured.channel(who) as channel:
-        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
-        await call.write(agent_pb2.ConnectRequest(hello=hello(engine_id)))
         try:
-            assert (await call.read()).HasField("welcome")
+            engine = await RawEngine(channel, engine_id).welcomed()
         except grpc.aio.AioRpcError as error:
             return error.code()
-        call.cancel()
+        engine.call.cancel()
         return grpc.StatusCode.OK
 
 
@@ -147,15 +151,8 @@ async def test_an_agent_is_its_own_engine_only(secured: Secured) -> None:
     assert await connected(secured, "agent", "agent") is grpc.StatusCode.PERMISSION_DENIED
     secured.authority.issue("x", "spiffe://here/engine/*")
     spiffe = secured.authority.issue("x", "spiffe://here/engine/a7").credentials()
-    async with secured.channel(spiffe) as channel:
-        for engine_id, expected in (("a7", None), ("x", grpc.StatusCode.PERMISSION_DENIED)):
-            call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
-            await call.write(agent_pb2.ConnectRequest(hello=hello(engine_id)))
-            if expected is None:
-                assert (await call.read()).HasField("welcome")
-                call.cancel()
-            else:
-                assert (await failure(call.read())).code() is expected
+    assert await connected(secured, spiffe, "a7") is grpc.StatusCode.OK
+    assert await connected(secured, spiffe, "x") is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_the_link_takes_new_files_for_its_next_stream(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,10 +221,8 @@ async def test_certificates_that_are_not_accepted(secured: Secured) -> None:
         ClientCredentials(foreign.ca, good.cert, good.key),
         ClientCredentials(),
     ):
-        async with secured.channel(credentials) as channel:
-            assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
-    async with secured.channel(good) as channel:
-        await engines(channel)
+        await refused(secured, credentials)
+    await accepted(secured, good)
 
 
 async def test_certificates_are_renewed_without_a_restart(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
@@ -237,25 +232,21 @@ async def test_certificates_are_renewed_without_a_restart(secured: Secured, capl
     old_ca = secured.folder / "old-ca.pem"
     shutil.copy(old.ca, old_ca)
     old = ClientCredentials(str(old_ca), old.cert, old.key)
-    async with secured.channel(old) as opened:
+    async with secured.calling(old) as opened:
         await engines(opened)
         new = Authority(secured.folder, "new-ca")
         viewer = new.issue("viewer", file="new-viewer").credentials()
-        async with secured.channel(viewer) as channel:
-            assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
+        await refused(secured, viewer)
 
         renewed = new.issue("server", file="renewed")
         shutil.copy(renewed.cert, secured.folder / "server.crt")
-        async with secured.channel(old) as channel:
-            await engines(channel)
+        await accepted(secured, old)
         assert "is not the key of" in caplog.text
         shutil.copy(renewed.key, secured.folder / "server.key")
         shutil.copy(new.file, secured.authority.file)
 
-        async with secured.channel(viewer) as channel:
-            await engines(channel)
-        async with secured.channel(old) as channel:
-            assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
+        await accepted(secured, viewer)
+        await refused(secured, old)
         await engines(opened)
 
 
@@ -275,7 +266,7 @@ async def expires(secured: Secured, whose: str) -> None:
         expires_s = time.time() + lasts_s
         issued = secured.authority.issue(whose, lasts=timedelta(seconds=lasts_s))
         viewer = issued.credentials() if whose == "viewer" else viewer
-        async with secured.channel(viewer) as opened:
+        async with secured.calling(viewer) as opened:
             try:
                 await engines(opened)
             except grpc.aio.AioRpcError:
@@ -283,15 +274,13 @@ async def expires(secured: Secured, whose: str) -> None:
                 assert time.time() > expires_s - 1
                 continue
             await until(lambda: time.time() > expires_s + 1)  # noqa: B023
-            async with secured.channel(viewer) as channel:
-                assert (await failure(engines(channel))).code() is grpc.StatusCode.UNAVAILABLE
+            await refused(secured, viewer)
             await engines(opened)
             break
     else:
         pytest.fail("no connection was open before its certificate expired")
     secured.authority.issue(whose)
-    async with secured.channel(viewer) as channel:
-        await engines(channel)
+    await accepted(secured, viewer)
 
 
 # ------------------------------------------------------------------------------------------------------------ tokens
@@ -315,9 +304,9 @@ async def shown(secured: Secured, shown: str) -> grpc.StatusCode:
     """Make a read call with the token `shown`, which the client reads from a file, and return the status code."""
     file = secured.folder / "token"
     file.write_text(shown + "\n")
-    async with secured.channel(ClientCredentials(ca=str(secured.authority.file), token_file=str(file))) as channel:
+    async with secured.calling(ClientCredentials(ca=str(secured.authority.file), token_file=str(file))) as clients:
         try:
-            await engines(channel)
+            await engines(clients)
         except grpc.aio.AioRpcError as error:
             return error.code()
         return grpc.StatusCode.OK

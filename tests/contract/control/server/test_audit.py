@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_pb2, policy_pb2_grpc
+from meridian.v1 import audit_pb2, fleet_pb2, policy_pb2, policy_pb2_grpc
 from sqlalchemy import text
 from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
 from meridian_control.server import audit_log as audit_module
 from meridian_control.server.audit_log import AuditLog, AuditOutcome, Call, wanted
-from meridian_control.server.interceptor import MAX_REQUEST_BYTES, Gate
-from meridian_control.server.rate_limits import CallLimits, Limiter
-from meridian_control.server.roles import Access
+from meridian_control.server.interceptor import MAX_REQUEST_BYTES
 from meridian_control.storage.database import Database
-from tests.contract.secured import Clients, Secured, securing
+from tests.contract.clients import Clients, calling
+from tests.contract.gated import gated
+from tests.contract.raw_engine import RawEngine
+from tests.contract.secured import Secured, securing
 from tests.contract.streams import refusal
-from tests.fakes.agent import hello
+from tests.fakes.control import utc_now
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -43,9 +44,8 @@ def outcome_of(record: audit_pb2.AuditRecord) -> tuple[str, str, str, str]:
 
 
 async def records(secured: Secured, **fields: Any) -> list[audit_pb2.AuditRecord]:
-    async with secured.channel("admin") as channel:
-        answer = await Clients(channel).audit.ListAudit(audit_pb2.ListAuditRequest(**fields))
-        return list(answer.records)
+    async with secured.calling("admin") as admin:
+        return list((await admin.audit.ListAudit(audit_pb2.ListAuditRequest(**fields))).records)
 
 
 async def ended(call: Any) -> Any:
@@ -60,8 +60,7 @@ async def test_what_is_recorded(secured: Secured) -> None:
     """Changes are recorded, whether they succeed, fail, are refused by role, are only validated or are malformed;
     reads, also of audit records, are not recorded."""
     policy = policy_pb2.Policy()
-    async with secured.channel("operator") as channel, secured.channel("viewer") as viewing:
-        operator, viewer = Clients(channel), Clients(viewing)
+    async with secured.calling("operator") as operator, secured.calling("viewer") as viewer:
         before = (await operator.policy.GetPolicy(policy_pb2.GetPolicyRequest())).revision
 
         async def update(client: Clients, **fields: Any) -> Any:
@@ -108,15 +107,12 @@ async def test_a_page_token_that_no_record_has_is_refused(secured: Secured, toke
 
 
 async def test_streams_and_strangers_are_recorded(secured: Secured) -> None:
-    async with secured.channel("operator") as channel:
-        recording = Clients(channel).fleet.RecordTrace(fleet_pb2.RecordTraceRequest(engine_id="e"))
+    async with secured.calling("operator") as operator:
+        recording = operator.fleet.RecordTrace(fleet_pb2.RecordTraceRequest(engine_id="e"))
         await recording.initial_metadata()
         (begun,) = await records(secured)
-        assert (begun.method, begun.outcome, dict(begun.details)) == (
-            "meridian.v1.FleetService/RecordTrace",
-            "",
-            {"engine_id": "e"},
-        )
+        assert (begun.method, begun.outcome) == ("meridian.v1.FleetService/RecordTrace", "")
+        assert dict(begun.details) == {"engine_id": "e"}
         recording.cancel()
 
     async def finished() -> list[audit_pb2.AuditRecord]:
@@ -128,11 +124,9 @@ async def test_streams_and_strangers_are_recorded(secured: Secured) -> None:
     assert [r.id for r in cancelled] == [begun.id]
 
     async with secured.channel("agent") as channel:
-        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
-        await call.write(agent_pb2.ConnectRequest(hello=hello("another")))
-        assert await ended(call.read()) is grpc.StatusCode.PERMISSION_DENIED
-    async with secured.channel("nobody") as channel:
-        reading = Clients(channel).fleet.ListEngines(fleet_pb2.ListEnginesRequest())
+        assert await ended(RawEngine(channel, "another").welcomed()) is grpc.StatusCode.PERMISSION_DENIED
+    async with secured.calling("nobody") as nobody:
+        reading = nobody.fleet.ListEngines(fleet_pb2.ListEnginesRequest())
         assert await ended(reading) is grpc.StatusCode.PERMISSION_DENIED
     refused = await records(secured, outcome="PERMISSION_DENIED")
     assert [(r.principal, r.role, r.error) for r in refused] == [
@@ -141,90 +135,85 @@ async def test_streams_and_strangers_are_recorded(secured: Secured) -> None:
     ]
 
 
-async def test_pages_and_filters(address: str) -> None:
+@pytest.fixture
+async def database(address: str) -> AsyncIterator[Database]:
+    opened = await Database.open(address)
+    yield opened
+    await opened.close()
+
+
+async def test_pages_and_filters(database: Database) -> None:
     times = iter(NOW + timedelta(seconds=n) for n in range(100))
-    database = await Database.open(address)
     log = AuditLog(database, lambda: next(times))
-    try:
-        ids = [await log.begin_call(Call(f"p{n % 2}", "operator", "peer", UPDATE, f"r{n}")) for n in range(7)]
-        assert ids == sorted(ids)
-        await log.end_call(ids[3], AuditOutcome("OK", "", "a", "b"))
-        await log.refuse(Call("p0", "none", "peer", "meridian.v1.X/Y"), AuditOutcome("PERMISSION_DENIED", "no"))
-        blank: dict[str, Any] = dict.fromkeys(("principal", "method", "outcome", "request_id"), "")
-        blank |= {"since": None, "until": None}
+    ids = [await log.begin_call(Call(f"p{n % 2}", "operator", "peer", UPDATE, f"r{n}")) for n in range(7)]
+    assert ids == sorted(ids)
+    await log.end_call(ids[3], AuditOutcome("OK", "", "a", "b"))
+    await log.refuse(Call("p0", "none", "peer", "meridian.v1.X/Y"), AuditOutcome("PERMISSION_DENIED", "no"))
+    blank: dict[str, Any] = dict.fromkeys(("principal", "method", "outcome", "request_id"), "")
+    blank |= {"since": None, "until": None}
 
-        async def found(**fields: Any) -> list[str]:
-            return [r.request_id for r in await log.list(100, None, wanted(**{**blank, **fields}))]
+    async def found(**fields: Any) -> list[str]:
+        return [r.request_id for r in await log.list(100, None, wanted(**{**blank, **fields}))]
 
-        assert await found() == ["", "r6", "r5", "r4", "r3", "r2", "r1", "r0"]
-        assert await found(principal="p1") == ["r5", "r3", "r1"]
-        assert await found(outcome="OK") == ["r3"]
-        assert await found(request_id="r2") == ["r2"]
-        assert await found(method="X/Y") == [""]
-        assert await found(method=UPDATE, principal="p0", since=NOW + timedelta(seconds=2)) == ["r6", "r4", "r2"]
-        assert await found(until=NOW + timedelta(seconds=2)) == ["r1", "r0"]
-        assert [r.request_id for r in await log.list(2, ids[5], [])] == ["r4", "r3"]
-        (one,) = await log.list(1, None, wanted(**{**blank, "outcome": "OK"}))
-        assert (one.time.ToDatetime(UTC), outcome_of(one)) == (NOW + timedelta(seconds=3), ("OK", "", "a", "b"))
-        # PostgreSQL keeps no NUL in a text.
-        await log.end_call(ids[4], AuditOutcome("NOT_FOUND", 'no live request "a\0b"'))
-        (one,) = await log.list(9, None, wanted(**{**blank, "outcome": "NOT_FOUND"}))
-        assert one.error == 'no live request "a\ufffdb"'
-        assert await found(principal="\0") == []
-    finally:
-        await database.close()
+    assert await found() == ["", "r6", "r5", "r4", "r3", "r2", "r1", "r0"]
+    assert await found(principal="p1") == ["r5", "r3", "r1"]
+    assert await found(outcome="OK") == ["r3"]
+    assert await found(request_id="r2") == ["r2"]
+    assert await found(method="X/Y") == [""]
+    assert await found(method=UPDATE, principal="p0", since=NOW + timedelta(seconds=2)) == ["r6", "r4", "r2"]
+    assert await found(until=NOW + timedelta(seconds=2)) == ["r1", "r0"]
+    assert [r.request_id for r in await log.list(2, ids[5], [])] == ["r4", "r3"]
+    (one,) = await log.list(1, None, wanted(**{**blank, "outcome": "OK"}))
+    assert (one.time.ToDatetime(UTC), outcome_of(one)) == (NOW + timedelta(seconds=3), ("OK", "", "a", "b"))
+    # PostgreSQL keeps no NUL in a text.
+    await log.end_call(ids[4], AuditOutcome("NOT_FOUND", 'no live request "a\0b"'))
+    (one,) = await log.list(9, None, wanted(**{**blank, "outcome": "NOT_FOUND"}))
+    assert one.error == 'no live request "a\ufffdb"'
+    assert await found(principal="\0") == []
 
 
 @pytest.mark.parametrize("jump", [timedelta(hours=-1), timedelta(days=-400), timedelta(hours=1)], ids=str)
-async def test_records_are_in_the_order_of_the_calls_whatever_the_clocks_say(address: str, jump: timedelta) -> None:
+async def test_records_are_in_the_order_of_the_calls_whatever_the_clocks_say(
+    database: Database, jump: timedelta
+) -> None:
     """Two replicas write to one log; the clock of one of them jumps, and differs from the other's from then on."""
     now, jumped = NOW, timedelta()
-    database = await Database.open(address)
     steady, jumping = AuditLog(database, lambda: now), AuditLog(database, lambda: now + jumped)
-    try:
-        for n in range(12):
-            now += timedelta(seconds=1)
-            jumped = jump if n >= 4 else timedelta()
-            await (jumping if n % 2 else steady).begin_call(Call("", "any", "peer", UPDATE, f"r{n}"))
-        found = await steady.list(100, None, [])
-        assert [r.request_id for r in found] == [f"r{n}" for n in reversed(range(12))]
-        since, until = NOW + jump, NOW + jump + timedelta(seconds=8.5)
-        own = wanted(principal="", method="", outcome="", request_id="", since=since, until=until)
-        shown = [record.request_id for record in await steady.list(100, None, own)]
-        assert shown == ["r7", "r5"], "since and until go by the times that the records show"
-    finally:
-        await database.close()
+    for n in range(12):
+        now += timedelta(seconds=1)
+        jumped = jump if n >= 4 else timedelta()
+        await (jumping if n % 2 else steady).begin_call(Call("", "any", "peer", UPDATE, f"r{n}"))
+    found = await steady.list(100, None, [])
+    assert [r.request_id for r in found] == [f"r{n}" for n in reversed(range(12))]
+    since, until = NOW + jump, NOW + jump + timedelta(seconds=8.5)
+    own = wanted(principal="", method="", outcome="", request_id="", since=since, until=until)
+    shown = [record.request_id for record in await steady.list(100, None, own)]
+    assert shown == ["r7", "r5"], "since and until go by the times that the records show"
 
 
-async def test_the_oldest_go_and_refusals_drive_out_nothing_else(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_go_and_refusals_drive_out_nothing_else(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit_module, "MAX_RECORDS", 5)
     monkeypatch.setattr(audit_module, "MAX_REFUSALS", 3)
     monkeypatch.setattr(audit_module, "PRUNE_EVERY", 1)
     times = iter(NOW + timedelta(seconds=n) for n in range(100))
-    database = await Database.open(address)
     log = AuditLog(database, lambda: next(times))
-    try:
-        for n in range(8):
-            await log.end_call(await log.begin_call(Call("", "any", "peer", UPDATE, f"r{n}")), AuditOutcome("OK"))
-        for n in range(20):
-            await log.refuse(Call("", "none", "peer", UPDATE, f"no{n}"), AuditOutcome("UNAUTHENTICATED"))
-        kept = [record.request_id for record in await log.list(100, None, [])]
-    finally:
-        await database.close()
+    for n in range(8):
+        await log.end_call(await log.begin_call(Call("", "any", "peer", UPDATE, f"r{n}")), AuditOutcome("OK"))
+    for n in range(20):
+        await log.refuse(Call("", "none", "peer", UPDATE, f"no{n}"), AuditOutcome("UNAUTHENTICATED"))
+    kept = [record.request_id for record in await log.list(100, None, [])]
     assert kept == ["no19", "no18", "no17", "r7", "r6", "r5", "r4", "r3"]
 
 
-async def test_a_flood_of_refusals_is_cut_off(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_of_refusals_is_cut_off(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_module, "REFUSALS_PER_S", 1e-9)
     monkeypatch.setattr(audit_module, "REFUSALS_BURST", 3)
-    database = await Database.open(address)
-    log = AuditLog(database, lambda: datetime.now(UTC))
-    try:
-        for _ in range(10):
-            await log.refuse(Call("", "none", "peer", UPDATE), AuditOutcome("UNAUTHENTICATED"))
-        assert len(await log.list(100, None, [])) == 3
-    finally:
-        await database.close()
+    log = AuditLog(database, utc_now)
+    for _ in range(10):
+        await log.refuse(Call("", "none", "peer", UPDATE), AuditOutcome("UNAUTHENTICATED"))
+    assert len(await log.list(100, None, [])) == 3
 
 
 # ------------------------------------------------------------------------------------------ failures of the audit log
@@ -251,20 +240,13 @@ class Slow(policy_pb2_grpc.PolicyServiceServicer):
 
 
 @pytest.fixture
-async def slow(address: str) -> AsyncIterator[tuple[Slow, AuditLog, Any]]:
-    database = await Database.open(address)
-    log = AuditLog(database, lambda: datetime.now(UTC))
-    gate = Gate(Access(), Limiter(CallLimits()), log)
-    server = grpc.aio.server(interceptors=[gate])
+async def slow(database: Database) -> AsyncIterator[tuple[Slow, AuditLog, Any]]:
     service = Slow(database)  # type: ignore[abstract]
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield service, log, policy_pb2_grpc.PolicyServiceStub(channel)
-    await server.stop(0)
-    await gate.settle()
-    await database.close()
+    async with gated(database) as (server, target):
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(service, server)
+        await server.start()
+        async with calling(target) as clients:
+            yield service, AuditLog(database, utc_now), clients.policy
 
 
 async def test_a_caller_that_hangs_up_does_not_end_the_record(slow: tuple[Slow, AuditLog, Any]) -> None:

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import policy_pb2
 
 from meridian_control.engine.session import Session
 from meridian_control.server import server as control_server
 from meridian_control.server.roles import Access
-from tests.contract.control.server.test_open_access import HERE, opened
+from tests.contract.control.server.test_open_access import HERE, UPDATE, opened
 from tests.contract.control.telemetry.test_metrics import value
-from tests.contract.secured import Clients
 from tests.contract.streams import Clock
 from tests.fakes.linked import LinkedEngine, until
 from tests.fuzz.flood import CONNECT, HEADERS, INVALID, PREFACE, SETTINGS, Flood, call_headers, frame
@@ -116,8 +114,8 @@ async def test_no_path_ends_the_server(tmp_path: Path, path: bytes) -> None:
         while (await frame_of(reader))[0] != HEADERS:
             pass
         writer.close()
-        async with running.channel(HERE) as channel:
-            await Clients(channel).policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
+        async with running.calling(HERE) as here:
+            await here.policy.UpdatePolicy(UPDATE)
 
 
 async def frame_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
-from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, policy_pb2
+from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_control.common.errors import TooMany
 from meridian_control.server.rate_limits import CallLimits, Kind, Limiter, Rate
-from tests.contract.secured import Clients, securing
+from tests.contract.raw_engine import RawEngine
+from tests.contract.secured import securing
 from tests.contract.streams import refusal
-from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.contract.clients import Clients
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -104,8 +106,8 @@ async def test_an_engine_is_answered_in_a_flood_of_calls(tmp_path: Path) -> None
                         raise
                     refused[0] += 1
 
-        async with secured.channel("viewer") as channel:
-            flooding = [asyncio.create_task(flood(Clients(channel))) for _ in range(32)]
+        async with secured.calling("viewer") as viewer:
+            flooding = [asyncio.create_task(flood(viewer)) for _ in range(32)]
             await until(lambda: served[0] and refused[0])
             with LinkedEngine([secured.target], "agent", credentials=secured.agent("agent")) as engine:
                 engine.open("a")
@@ -118,54 +120,44 @@ async def test_an_engine_is_answered_in_a_flood_of_calls(tmp_path: Path) -> None
 
 
 async def test_refusals_say_when_to_try_again(tmp_path: Path) -> None:
-    async with (
-        securing(tmp_path, limits=CallLimits(calls_per_s=0.5, burst=1)) as secured,
-        secured.channel("viewer") as one,
-    ):
+    limits = CallLimits(calls_per_s=0.5, burst=1)
+    async with securing(tmp_path, limits=limits) as secured, secured.calling("viewer") as one:
         secured.gate.limiter._clock = Clock()
-        await Clients(one).fleet.ListEngines(fleet_pb2.ListEnginesRequest())
-        status = await rpc_status.aio.from_call(Clients(one).fleet.ListEngines(fleet_pb2.ListEnginesRequest()))
+        await one.fleet.ListEngines(fleet_pb2.ListEnginesRequest())
+        status = await rpc_status.aio.from_call(one.fleet.ListEngines(fleet_pb2.ListEnginesRequest()))
         assert status.message == "more than 0.5 calls per second by one caller"
         retry = error_details_pb2.RetryInfo()
         assert any(detail.Unpack(retry) for detail in status.details)
         assert retry.retry_delay.ToMilliseconds() == 2000
-        async with secured.channel("operator") as other:
-            await Clients(other).fleet.ListEngines(fleet_pb2.ListEnginesRequest())
+        async with secured.calling("operator") as other:
+            await other.fleet.ListEngines(fleet_pb2.ListEnginesRequest())
 
 
 async def test_streams_and_engines_have_places_of_their_own(tmp_path: Path) -> None:
     limits = CallLimits(streams=1, all_streams=1, engines=1)
-    async with securing(tmp_path, limits=limits) as secured, secured.channel("viewer") as channel:
-        first = Clients(channel).fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
+    async with securing(tmp_path, limits=limits) as secured, secured.calling("viewer") as viewer:
+        first = viewer.fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
         await first.read()
-        code, _ = await refusal(Clients(channel).fleet.WatchFleet(fleet_pb2.WatchFleetRequest()).read())
+        code, _ = await refusal(viewer.fleet.WatchFleet(fleet_pb2.WatchFleetRequest()).read())
         assert code is EXHAUSTED
         async with secured.channel("agent") as engines:
-            connect: Any = agent_pb2_grpc.AgentServiceStub(engines).Connect
-            one = connect()
-            await one.write(agent_pb2.ConnectRequest(hello=hello("agent")))
-            assert (await one.read()).HasField("welcome")
-            second = connect()
-            await second.write(agent_pb2.ConnectRequest(hello=hello("agent")))
-            assert await refusal(second.read()) == (EXHAUSTED, "1 engines are open")
-            one.cancel()
+            one = await RawEngine(engines, "agent").welcomed()
+            assert await refusal(RawEngine(engines, "agent").welcomed()) == (EXHAUSTED, "1 engines are open")
+            one.call.cancel()
             await until(lambda: not secured.fleet.connections)
-            again = connect()
-            await again.write(agent_pb2.ConnectRequest(hello=hello("agent")))
-            assert (await again.read()).HasField("welcome")
-            again.cancel()
+            await RawEngine(engines, "agent").welcomed()
         first.cancel()
 
 
 async def test_watches_of_the_health_service_have_places_of_their_own(tmp_path: Path) -> None:
     """Nobody needs credentials for them, so they take no place of a call that needs some."""
     limits = CallLimits(streams=1, all_streams=1)
-    async with securing(tmp_path, limits=limits) as secured, secured.channel("viewer") as channel:
-        stub, asked = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
-        watching: Any = stub.Watch(asked)
+    async with securing(tmp_path, limits=limits) as secured, secured.calling("viewer") as viewer:
+        stub, asked = viewer.health, health_pb2.HealthCheckRequest()
+        watching = stub.Watch(asked)
         assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
         assert await refusal(stub.Watch(asked).read()) == (EXHAUSTED, "1 health watches by one caller are open")
-        fleet = Clients(channel).fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
+        fleet = viewer.fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
         await fleet.read()
         assert (await stub.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
         watching.cancel()
@@ -176,11 +168,6 @@ async def test_watches_of_the_health_service_have_places_of_their_own(tmp_path: 
 
 async def test_who_says_nothing_loses_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meridian_control.server.agent_service.HELLO_S", 0.05)
-    async with securing(tmp_path) as secured, secured.channel("agent") as channel:
-        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call.read()
-    assert (raised.value.code(), raised.value.details()) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "message must begin with hello",
-    )
+    async with securing(tmp_path) as secured, secured.calling("agent") as agent:
+        said = await refusal(agent.agent.Connect().read())
+    assert said == (grpc.StatusCode.INVALID_ARGUMENT, "message must begin with hello")

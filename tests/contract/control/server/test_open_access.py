@@ -15,7 +15,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
-from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, policy_pb2
+from meridian.v1 import audit_pb2, fleet_pb2, policy_pb2
 
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.client_credentials import ClientCredentials
@@ -30,8 +30,9 @@ from meridian_control.server.roles import Access, Role, rule_of
 from meridian_control.server.server_tls import server_credentials
 from meridian_control.storage.database import Database
 from tests.certificates import Authority
-from tests.contract.secured import DENIED, METHODS, Clients, code_of
-from tests.fakes.agent import hello
+from tests.contract.clients import OWN_CONNECTION, Clients, calling
+from tests.contract.raw_engine import RawEngine
+from tests.contract.secured import DENIED, METHODS, code_of
 from tests.fakes.control import control_plane, utc_now
 from tests.fakes.linked import LinkedEngine, until
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HERE = "127.0.0.1"
+UPDATE = policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy())
 FLAGS = ("--access FILE", "--client-ca FILE", "--insecure")
 
 
@@ -58,14 +60,17 @@ class Open:
     port: int
     tls: Authority | None
 
-    def channel(self, host: str) -> grpc.aio.Channel:
-        options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
+    @asynccontextmanager
+    async def calling(self, host: str) -> AsyncIterator[Clients]:
         if self.tls is None:
-            return grpc.aio.insecure_channel(f"{host}:{self.port}", options)
-        # The certificate names only the loopback address, so the client expects that name.
-        options.append(("grpc.ssl_target_name_override", HERE))
-        credentials = grpc.ssl_channel_credentials(self.tls.file.read_bytes())
-        return grpc.aio.secure_channel(f"{host}:{self.port}", credentials, options)
+            channel = grpc.aio.insecure_channel(f"{host}:{self.port}", OWN_CONNECTION)
+        else:
+            # The certificate names only the loopback address, so the client expects that name.
+            options: list[tuple[str, Any]] = [*OWN_CONNECTION, ("grpc.ssl_target_name_override", HERE)]
+            credentials = grpc.ssl_channel_credentials(self.tls.file.read_bytes())
+            channel = grpc.aio.secure_channel(f"{host}:{self.port}", credentials, options)
+        async with channel:
+            yield Clients(channel)
 
 
 @asynccontextmanager
@@ -86,49 +91,47 @@ async def opened(folder: Path, access: Access, tls: bool = False, listen: str = 
 async def test_strangers_read_and_connect_and_this_host_does_everything(tmp_path: Path, tls: bool) -> None:
     async with opened(tmp_path, Access(), tls) as running:
         for host in (HERE, elsewhere()):
-            async with running.channel(host) as channel:
+            async with running.calling(host) as clients:
                 for method in METHODS:
                     needed = rule_of(f"/{method}").role or Role.NONE
                     allowed = host == HERE or needed <= Role.VIEWER
-                    assert (await code_of(running.fleet, channel, method) not in DENIED) == allowed, f"{host}: {method}"
+                    assert (await code_of(running.fleet, clients.channel, method) not in DENIED) == allowed, (
+                        f"{host}: {method}"
+                    )
 
 
 async def test_an_engine_of_another_host_connects(tmp_path: Path) -> None:
-    async with opened(tmp_path, Access()) as running, running.channel(elsewhere()) as channel:
-        call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect()
-        await call.write(agent_pb2.ConnectRequest(hello=hello("far")))
-        assert (await call.read()).HasField("welcome")
-        assert (await Clients(channel).fleet.ListEngines(fleet_pb2.ListEnginesRequest())).engines[0].engine_id == "far"
-        call.cancel()
+    async with opened(tmp_path, Access()) as running, running.calling(elsewhere()) as stranger:
+        _engine = await RawEngine(stranger.channel, "far").welcomed()
+        assert (await stranger.fleet.ListEngines(fleet_pb2.ListEnginesRequest())).engines[0].engine_id == "far"
 
 
 async def test_a_stranger_is_told_what_would_let_it_in_and_is_recorded(tmp_path: Path) -> None:
     async with opened(tmp_path, Access()) as running:
-        async with running.channel(elsewhere()) as channel:
-            request = policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy(), validate_only=True)
-            status = await rpc_status.aio.from_call(Clients(channel).policy.UpdatePolicy(request))
+        async with running.calling(elsewhere()) as stranger:
+            status = await rpc_status.aio.from_call(stranger.policy.UpdatePolicy(UPDATE))
         assert status.code == grpc.StatusCode.PERMISSION_DENIED.value[0]
         assert status.message.startswith("PolicyService/UpdatePolicy is for callers on the control plane's own host")
         assert all(flag in status.message for flag in FLAGS), "the message was cut"
         info = error_details_pb2.ErrorInfo()
         assert status.details[0].Unpack(info)
         assert (info.reason, dict(info.metadata)) == ("HOST_ONLY", {"flags": "--access --client-ca --insecure"})
-        async with running.channel(HERE) as channel:
-            (record,) = (await Clients(channel).audit.ListAudit(audit_pb2.ListAuditRequest())).records
+        async with running.calling(HERE) as here:
+            (record,) = (await here.audit.ListAudit(audit_pb2.ListAuditRequest())).records
         assert (record.method, record.outcome) == ("meridian.v1.PolicyService/UpdatePolicy", "PERMISSION_DENIED")
         assert elsewhere() in record.peer
         assert record.role == "guest"
 
 
 async def test_insecure_or_a_certificate_of_the_ca_lets_strangers_change_things(tmp_path: Path) -> None:
-    async with opened(tmp_path, Access(everybody=True)) as running, running.channel(elsewhere()) as channel:
-        await Clients(channel).policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
+    async with opened(tmp_path, Access(everybody=True)) as running, running.calling(elsewhere()) as stranger:
+        await stranger.policy.UpdatePolicy(UPDATE)
 
 
 async def test_a_unix_socket_is_this_host(tmp_path: Path) -> None:
     socket = f"unix:{tmp_path / 'socket'}"
-    async with opened(tmp_path, Access(), listen=socket), grpc.aio.insecure_channel(socket) as channel:
-        await Clients(channel).policy.UpdatePolicy(policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy()))
+    async with opened(tmp_path, Access(), listen=socket), calling(socket) as here:
+        await here.policy.UpdatePolicy(UPDATE)
 
 
 @pytest.mark.usefixtures("_patient")
