@@ -189,10 +189,11 @@ class Store:
 
 
 def dumped(found: dict[str, Any]) -> str:
-    """Return stored results as JSON, with a line for each row of a table."""
+    """Return stored results as JSON, with a line for each goal, and for each column and row of a table."""
     rows = {id(table): [json.dumps(row) for row in table["rows"]] for table in found["tables"].values()}
     plain = {title: {**table, "rows": f"<{id(table)}>"} for title, table in found["tables"].items()}
     text = json.dumps({**found, "tables": plain}, indent=1)
+    text = re.sub(r"\{\n([^{}[\]]*)\n *\}", lambda flat: f"{{{' '.join(map(str.strip, flat[1].splitlines()))}}}", text)
     for key, lines in rows.items():
         inside = "".join(f"\n   {line}," for line in lines)[:-1]
         text = text.replace(f'"<{key}>"', f"[{inside}\n   ]")
