@@ -13,12 +13,12 @@ import json
 import sys
 import urllib.parse
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from deploy.dashboards import DASHBOARDS
 from tests.dashboards.fleet import Fleet
-from tests.demo.processes import Children
 
 STEP_S, RATE_S = 2, 15
 
@@ -49,14 +49,10 @@ def panels(prometheus: str, began: float, ended: float) -> list[dict[str, Any]]:
 
 
 async def run(folder: Path, prometheus: str, stretch_s: float) -> int:
-    children = Children(folder)
-    try:
-        fleet = Fleet(folder, prometheus, children)
-        await fleet.start()
+    with closing(Fleet(folder, prometheus)) as fleet:
+        await fleet.started()
         began, ended = await fleet.live(stretch_s)
-        shown = await asyncio.to_thread(panels, fleet.prometheus, began, ended)
-    finally:
-        children.stop()
+        shown = await asyncio.to_thread(panels, f"http://{fleet.prometheus}", began, ended)
     (folder / "panels.json").write_text(json.dumps({"began": began, "ended": ended, "panels": shown}))
     empty = 0
     for each in shown:

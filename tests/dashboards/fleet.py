@@ -8,24 +8,27 @@ loop.
 from __future__ import annotations
 
 import asyncio
-import sys
+import contextlib
+import re
+import signal
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
 
 from tests.data import maze
-from tests.demo import servers
-from tests.demo.fleet import meridianctl
+from tests.demo.live import START_S, Live
 from tests.demo.load import Load
-from tests.demo.processes import HOST, Children
-from tests.processes import free_port
+from tests.processes import ROOT, Process, free_port, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 DEMO = ROOT / "tests/demo"
-ENGINES = {"vllm-0": "canary", "vllm-1": "main"}
+ENGINES = {"vllm-0": "pool=canary", "vllm-1": "pool=main"}
 CONCURRENCY, STEP_MS = 12, 15
 # Fewer KV blocks than the load would use, so that requests are preempted.
 BLOCKS = 56
-START_S, POLL_S = 300.0, 0.5
 PLAN = """
 guardrails = {{ ttot_p99_ms = {ttot_p99_ms}, empty_answer_rate = 0.5, min_observations = 20 }}
 [[step]]
@@ -44,76 +47,54 @@ scrape_configs:
 """
 
 
-class Fleet:
-    """The fleet. Logs and stores go to `folder`; `prometheus` is its program; the caller stops `children`."""
+class Fleet(Live):
+    """The fleet. program: that of Prometheus."""
 
-    def __init__(self, folder: Path, prometheus: str, children: Children) -> None:
-        self._folder, self._program, self._children = folder, prometheus, children
-        self._grpc, self._metrics, self._prometheus = free_port(), free_port(), free_port()
-        self._http = {engine: free_port() for engine in ENGINES}
-
-    @property
-    def control(self) -> str:
-        return f"{HOST}:{self._grpc}"
-
-    @property
-    def prometheus(self) -> str:
-        return f"http://{HOST}:{self._prometheus}"
-
-    async def start(self) -> None:
-        """Start everything and return when all of it is up. Raises ChildDiedError, TimeoutError."""
-        listen = ["--listen", self.control, "--metrics-listen", f"{HOST}:{self._metrics}", "--page-listen", ""]
-        store = ["--policy", str(DEMO / "before.toml"), "--store", str(self._folder / "store.db")]
-        self._children.start("control", [sys.executable, "-m", "meridian_control", *listen, *store], {})
-        config = self._folder / "prometheus.yaml"
-        rules = ROOT / "deploy/prometheus/rules.yaml"
-        config.write_text(SCRAPE.format(rules=rules, target=f"{HOST}:{self._metrics}"))
-        data = f"--storage.tsdb.path={self._folder / 'tsdb'}"
-        address = f"--web.listen-address={HOST}:{self._prometheus}"
-        self._children.start("prometheus", [self._program, f"--config.file={config}", data, address], {})
-        for engine, pool in ENGINES.items():
-            self.engine = self._children.start(engine, self._engine_command(engine), self._engine_env(engine, pool))
-        for url in (*(f"http://{HOST}:{port}/health" for port in self._http.values()), f"{self.prometheus}/-/ready"):
-            await self._answering(url)
-        await meridianctl(self.control, "wait")
-
-    def _engine_command(self, engine: str) -> list[str]:
+    def __init__(self, folder: Path, program: str) -> None:
+        scraped, self.prometheus = (f"127.0.0.1:{free_port()}" for _ in range(2))
         limits = ("--max-num-seqs", "20", "--num-gpu-blocks-override", str(BLOCKS))
-        return servers.command(self._http[engine], ROOT / "tests/data/maze-qwen3", *limits, *servers.PACED)
+        control = ["--metrics-listen", scraped, "--policy", str(DEMO / "before.toml")]
+        super().__init__(folder, ENGINES, STEP_MS, limits, control)
+        config = folder / "prometheus.yaml"
+        config.write_text(SCRAPE.format(rules=ROOT / "deploy/prometheus/rules.yaml", target=scraped))
+        data, address = f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address={self.prometheus}"
+        self._program = Process([program, f"--config.file={config}", data, address], folder / "prometheus.log")
 
-    def _engine_env(self, engine: str, pool: str) -> dict[str, str]:
-        own = {"MERIDIAN_LABELS": f"pool={pool}", "OMP_NUM_THREADS": "1"}
-        return servers.environment(self.control, engine, self._folder, STEP_MS, **own)
+    async def started(self) -> None:
+        await super().started()
+        await asyncio.to_thread(wait_for, self._scrapes, START_S, "Prometheus to be ready")
 
-    async def _answering(self, url: str) -> None:
-        async with asyncio.timeout(START_S):
-            while not await asyncio.to_thread(servers.answers, url):
-                self._children.check()
-                await asyncio.sleep(POLL_S)
+    def _scrapes(self) -> bool:
+        assert self._program.popen.poll() is None, self._program.output()[-3000:]
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"http://{self.prometheus}/-/ready", verify=False).is_success
+        return False
 
     async def live(self, stretch_s: float) -> tuple[float, float]:
         """Run the events under load, `stretch_s` seconds each; return the begin and the end in Unix time."""
-        began = time.time()
-        loads = [Load(f"http://{HOST}:{port}/v1", maze.prompts(20, port)) for port in self._http.values()]
+        began, ports = time.time(), [engine.port for engine in self.engines.values()]
+        loads = [Load(f"http://127.0.0.1:{port}/v1", maze.prompts(20, port)) for port in ports]
         async with asyncio.TaskGroup() as running:
             tasks = [running.create_task(load.run(CONCURRENCY)) for load in loads]
             await asyncio.sleep(stretch_s)
-            await meridianctl(self.control, "policy", "apply", "-f", str(DEMO / "after.toml"))
+            await self.ctl("policy", "apply", "-f", str(DEMO / "after.toml"))
             await asyncio.sleep(stretch_s)
-            await self._rollout("max_think_tokens = 120", 5000)
+            await self._roll_out(120, 5000)
             await asyncio.sleep(max(stretch_s, 55))
-            await self._rollout("max_think_tokens = 60", 20)
+            await self._roll_out(60, 20)
             await asyncio.sleep(stretch_s)
-            await meridianctl(self.control, "freeze", "--for", "15s", "--engine", "vllm-0", "--reason", "to be seen")
+            await self.ctl("freeze", "--for", "15s", "--engine", "vllm-0", "--reason", "to be seen")
             await asyncio.sleep(20)
             tasks[-1].cancel()
-            self.engine.process.terminate()
+            self.engines["vllm-1"].process.signal(signal.SIGTERM)
             await asyncio.sleep(15)
             loads[0].send_rest()
         return began, time.time()
 
-    async def _rollout(self, cap: str, ttot_p99_ms: int) -> None:
-        candidate, plan = self._folder / "candidate.toml", self._folder / "plan.toml"
-        candidate.write_text((DEMO / "after.toml").read_text().replace("max_think_tokens = 160", cap))
-        plan.write_text(PLAN.format(ttot_p99_ms=ttot_p99_ms))
-        await meridianctl(self.control, "rollout", "start", "-f", str(candidate), "--steps", str(plan))
+    async def _roll_out(self, cap: int, ttot_p99_ms: int) -> None:
+        policy = re.sub(r"max_think_tokens = \d+", f"max_think_tokens = {cap}", (DEMO / "after.toml").read_text())
+        await self.roll_out(policy, PLAN.format(ttot_p99_ms=ttot_p99_ms))
+
+    def close(self) -> None:
+        super().close()
+        self._program.stop()

@@ -14,12 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.demo.processes import Children, DemoError, check_ports
+from tests.demo.processes import HOST, Children, DemoError, check_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from tests.demo.app import Options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,20 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     try:
         check_ports(ports)
-        # This import comes after the port check, because it takes seconds.
-        from tests.demo.app import Options
-
-        return _run(Options(**vars(args)))
+        args.control, args.http = f"{HOST}:{args.control_port}", f"http://{HOST}:{args.http_port}"
+        return _run(args)
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
         return error.exit_code
 
 
-def _run(options: Options) -> int:
+def _run(options: argparse.Namespace) -> int:
+    # This import comes after the port check, because it takes seconds.
     from tests.demo.app import run
 
     options.output.mkdir(parents=True, exist_ok=True)
-    children = Children(options.output)
+    children = Children()
     received: list[int] = []
 
     async def until_signal(store: Path) -> int:

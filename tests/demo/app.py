@@ -10,7 +10,6 @@ import asyncio
 import sys
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,13 +17,17 @@ from meridian.v1 import fleet_pb2
 from rich.console import Console
 
 from tests.data import maze
-from tests.demo import report, servers, timeline
+from tests.demo import report, timeline
 from tests.demo.fleet import ENGINE_ID, Fleet, PolicyChange, meridianctl
 from tests.demo.load import Load
-from tests.demo.processes import HOST, Child, Children, DemoError
+from tests.demo.processes import HOST, Children, DemoError, tail
 from tests.demo.progress import shown
+from tests.engine.pools import STEP_MS
+from tests.engine.served import APART, Served
+from tests.processes import Process
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
 HERE = Path(__file__).resolve().parent
@@ -38,31 +41,7 @@ PROBE_PLACES = 8
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The command line. requests: least number of requests sent under each of the two policies."""
-
-    control_port: int
-    metrics_port: int
-    page_port: int
-    http_port: int
-    requests: int
-    concurrency: int
-    step_ms: float
-    seed: int
-    model: Path
-    output: Path
-
-    @property
-    def control(self) -> str:
-        return f"{HOST}:{self.control_port}"
-
-    @property
-    def http(self) -> str:
-        return f"http://{HOST}:{self.http_port}"
-
-
-async def run(options: Options, children: Children, store: Path) -> int:
+async def run(options: Namespace, children: Children, store: Path) -> int:
     """Run the whole demo and return the exit status. Raises DemoError."""
     console = Console(soft_wrap=True)
     if not console.is_terminal:
@@ -79,24 +58,26 @@ async def run(options: Options, children: Children, store: Path) -> int:
 # ------------------------------------------------------------------------------------------------------------- start
 
 
-async def _start(console: Console, options: Options, children: Children, fleet: Fleet, store: Path) -> None:
-    control = children.start("meridian-control", _control_command(options, store), {})
-    async with _waiting(console, control):
-        await _until(children, fleet.reachable, CONTROL_START_S, control)
-    environment = servers.environment(options.control, ENGINE_ID, store.parent, options.step_ms)
-    engine = children.start("vllm", _engine_command(options), environment)
-    async with _waiting(console, engine):
+async def _start(console: Console, options: Namespace, children: Children, fleet: Fleet, store: Path) -> None:
+    for log in options.output.glob("*.log"):
+        log.unlink()
+    children["meridian-control"] = Process(_control_command(options, store), options.output / "control.log")
+    async with _waiting(console, children):
+        await _until(children, fleet.reachable, CONTROL_START_S)
+    server = _served(options, str(store.parent))
+    children["vllm"] = server.process
+    async with _waiting(console, children):
 
         async def serving() -> bool:
-            return await asyncio.to_thread(servers.answers, f"{options.http}/health")
+            return await asyncio.to_thread(server.ready)
 
         async def governed() -> bool:
             seen = await fleet.refresh()
             fleet.check()
             return seen.state == fleet_pb2.CONNECTION_STATE_CONNECTED and seen.acked_revision > 0
 
-        await _until(children, serving, ENGINE_START_S, engine)
-        await _until(children, governed, CONNECT_S, engine)
+        await _until(children, serving, ENGINE_START_S)
+        await _until(children, governed, CONNECT_S)
     console.print(
         f"{ENGINE_ID}: vLLM {fleet.engine.vllm_version}, agent {fleet.engine.agent_version}, "
         f"policy revision {fleet.engine.acked_revision} in force",
@@ -104,7 +85,7 @@ async def _start(console: Console, options: Options, children: Children, fleet: 
     )
 
 
-def _control_command(options: Options, store: Path) -> list[str]:
+def _control_command(options: Namespace, store: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "meridian_control"),
         *("--listen", options.control),
@@ -115,40 +96,45 @@ def _control_command(options: Options, store: Path) -> list[str]:
     ]
 
 
-def _engine_command(options: Options) -> list[str]:
+def _served(options: Namespace, state: str) -> Served:
     # Probes are internal requests and need places of their own.
-    places = ("--max-num-seqs", str(options.concurrency + PROBE_PLACES))
-    return servers.command(options.http_port, options.model, *places, *(servers.PACED if options.step_ms else ()))
+    more = ["--model", str(options.model.resolve()), "--max-num-seqs", str(options.concurrency + PROBE_PLACES)]
+    more += ["--worker-cls", "tests.demo.pace.PacedWorker"] if options.step_ms else []
+    own = {"MERIDIAN_ENGINE_ID": ENGINE_ID, "MERIDIAN_STATE_DIR": state, STEP_MS: str(options.step_ms)}
+    return Served(options.output, options.control, options=more, more={**APART, **own}, port=options.http_port)
 
 
 @asynccontextmanager
-async def _waiting(console: Console, child: Child) -> AsyncIterator[None]:
-    began = time.monotonic()
+async def _waiting(console: Console, children: Children) -> AsyncIterator[None]:
+    """Show that the newest process starts, while the block runs."""
+    began, (name, child) = time.monotonic(), list(children.items())[-1]
 
     def line() -> str:
-        return f"starting {child.name}, {time.monotonic() - began:.0f} s; its log is {child.log}"
+        return f"starting {name}, {time.monotonic() - began:.0f} s; its log is {child.log}"
 
     async with shown(console, line):
         yield
-    console.print(f"{child.name} is up after {time.monotonic() - began:.0f} s, log {child.log}", highlight=False)
+    console.print(f"{name} is up after {time.monotonic() - began:.0f} s, log {child.log}", highlight=False)
 
 
-async def _until(children: Children, ready: Callable[[], Awaitable[bool]], within_s: float, child: Child) -> None:
-    """Wait until `ready` returns true. Raises DemoError if `child` is not ready in time or any process ends."""
+async def _until(children: Children, ready: Callable[[], Awaitable[bool]], within_s: float) -> None:
+    """Wait until `ready` returns true. Raises DemoError if that takes the newest process too long, or any process
+    ends."""
     deadline = time.monotonic() + within_s
-    while not await ready():
+    while True:
         children.check()
+        if await ready():
+            return
         if time.monotonic() > deadline:
-            raise DemoError(
-                f"{child.name} is not ready after {within_s:.0f} s; the end of {child.log}:\n{child.tail()}"
-            )
+            name, child = list(children.items())[-1]
+            raise DemoError(f"{name} is not ready after {within_s:.0f} s; the end of {child.log}:\n{tail(child)}")
         await asyncio.sleep(CHECK_S)
 
 
 # ----------------------------------------------------------------------------------------------------------- measure
 
 
-async def _measure(console: Console, options: Options, fleet: Fleet) -> report.Findings:
+async def _measure(console: Console, options: Namespace, fleet: Fleet) -> report.Findings:
     prompts = maze.prompts(options.requests, options.seed)
     load = Load(f"{options.http}/v1", prompts)
     following = asyncio.create_task(fleet.follow())
@@ -170,7 +156,7 @@ async def _measure(console: Console, options: Options, fleet: Fleet) -> report.F
     return report.Findings(load.samples, ends, change, engine, found)
 
 
-async def _find(console: Console, options: Options, fleet: Fleet) -> fleet_pb2.SelfCalibration:
+async def _find(console: Console, options: Namespace, fleet: Fleet) -> fleet_pb2.SelfCalibration:
     """Let the control plane look for a rule by itself, and return what it has found, or why it has found none."""
     await fleet.apply_policy(HERE / "self.toml")
     load = Load(f"{options.http}/v1", maze.prompts(FIND_REQUESTS, options.seed + 1))
@@ -224,7 +210,7 @@ async def _watched(children: Children, fleet: Fleet, work: Coroutine[Any, Any, T
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-def _report(console: Console, options: Options, findings: report.Findings) -> int:
+def _report(console: Console, options: Namespace, findings: report.Findings) -> int:
     picture = options.output / "timeline.png"
     timeline.draw(findings, picture)
     (options.output / "requests.jsonl").write_text("".join(f"{line}\n" for line in report.request_lines(findings)))

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openai import AsyncOpenAI
 
@@ -99,9 +99,12 @@ class Load:
 
     The requests between the two rounds only keep the engine under load. So both rounds have the same prompts and
     sampling seeds, and the change of policy, which waits for the whole first round, cuts off no long request of either.
+
+    tenants: those of the prompts, in turn.
     """
 
-    def __init__(self, base_url: str, prompts: Sequence[str]) -> None:
+    def __init__(self, base_url: str, prompts: Sequence[str], tenants: Sequence[str] = ()) -> None:
+        self._tenants = tenants
         self._client = AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S)
         self._prompts = prompts
         count = len(prompts)
@@ -142,6 +145,9 @@ class Load:
 
     async def _ask(self, sample: Sample) -> None:
         """Send one request and read its stream; an error is kept in the sample."""
+        own: dict[str, Any] = {}
+        if self._tenants:
+            own["vllm_xargs"] = {"meridian_tenant": self._tenants[sample.number % len(self._tenants)]}
         try:
             stream = await self._client.chat.completions.create(
                 model=MODEL,
@@ -151,6 +157,7 @@ class Load:
                 max_tokens=MAX_TOKENS,
                 stream=True,
                 stream_options={"include_usage": True},
+                extra_body=own,
             )
             async for chunk in stream:
                 sample.take(chunk, time.time())

@@ -1,30 +1,18 @@
-"""Ports, child processes and their logs.
-
-The module owns every process that the demo starts. Each leads a process group of its own, so that its descendants can
-be stopped with it and a Ctrl-C reaches only the demo. The module does not know what the processes do.
-"""
+"""Ports, child processes and their logs."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
 import socket
-import subprocess
-import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Mapping
+
+    from tests.processes import Process
 
 HOST = "127.0.0.1"
 TAIL_LINES = 25
-TERM_GRACE_S = 6.0
-KILL_GRACE_S = 3.0
-POLL_S = 0.05
 # Lines that Triton's bindings print by the hundred when a vLLM process ends.
 NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\.)")
 
@@ -39,10 +27,6 @@ class PortBusyError(DemoError):
     """A port is taken, so nothing was started."""
 
     exit_code = 2
-
-
-class ChildDiedError(DemoError):
-    """A process ended by itself."""
 
 
 def check_ports(ports: Mapping[str, int]) -> None:
@@ -60,82 +44,23 @@ def check_ports(ports: Mapping[str, int]) -> None:
                 ) from error
 
 
-@dataclass(eq=False)
-class Child:
-    """A running process, which leads its group. `log` holds its output."""
-
-    name: str
-    log: Path
-    process: subprocess.Popen[bytes]
-
-    def check(self) -> None:
-        """Raise ChildDiedError with the end of the log if the process has ended."""
-        if (code := self.process.poll()) is not None:
-            raise ChildDiedError(f"{self.name} ended with status {code}; the end of {self.log}:\n{self.tail()}")
-
-    def tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
-        kept = [line for line in lines if line.strip() and not NOISE.search(line)]
-        return "\n".join(f"  {line}" for line in kept[-TAIL_LINES:])
-
-    def signal_group(self, number: int) -> bool:
-        """Send a signal to the whole group; return False if the group is empty."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return False
-        return True
-
-    def await_group(self, grace_s: float) -> bool:
-        """Wait for the group to become empty; return False if it has not after `grace_s`."""
-        deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline:
-            self.process.poll()
-            if not self.signal_group(0):
-                return True
-            time.sleep(POLL_S)
-        return False
+def tail(process: Process) -> str:
+    """Return the end of a process's log."""
+    kept = [line for line in process.output().splitlines() if line.strip() and not NOISE.search(line)]
+    return "\n".join(f"  {line}" for line in kept[-TAIL_LINES:])
 
 
-class Children:
-    """All processes of the demo. `stop` ends all of them and may be called again."""
-
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
-        self._running: list[Child] = []
-
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Start `command` with `environment` added to this process's own."""
-        log = self._logs / f"{name}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
-        child = Child(name, log, process)
-        self._running.append(child)
-        return child
+class Children(dict[str, "Process"]):
+    """All processes of the demo by name, oldest first. `stop` ends all of them and may be called again."""
 
     def check(self) -> None:
-        """Raise ChildDiedError if a process has ended by itself."""
-        for child in self._running:
-            child.check()
+        """Raise DemoError with the end of the log if a process has ended by itself."""
+        for name, child in self.items():
+            if (status := child.popen.poll()) is not None:
+                raise DemoError(f"{name} ended with status {status}; the end of {child.log}:\n{tail(child)}")
 
     def stop(self) -> None:
-        """Terminate the processes, newest first.
-
-        Leaders end their own children in order; whatever remains of a group is killed.
-        """
-        while self._running:
-            child = self._running[-1]
-            child.process.terminate()
-            if not child.await_group(TERM_GRACE_S):
-                child.signal_group(signal.SIGKILL)
-                child.await_group(KILL_GRACE_S)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(KILL_GRACE_S)
-            self._running.pop()
+        while self:
+            newest = list(self)[-1]
+            self[newest].stop()
+            del self[newest]

@@ -37,8 +37,9 @@ class Served:
         own: Issued | None = None,
         options: Sequence[str] = (),
         more: dict[str, str] | None = None,
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", ENGINE_ARGS["model"]]
         command += ["--served-model-name", "maze", "--reasoning-parser", "qwen3", "--enforce-eager"]
         command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "8"]

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Literal
 from PIL import Image
 from playwright.async_api import async_playwright
 
-from tests.demo.processes import Children
 from tests.needed import CHROMIUM
 from tests.pictures.fleet import Fleet
 
@@ -95,18 +94,16 @@ async def take(browser: Browser, address: str, folder: Path) -> int:
 
 async def run(folder: Path, stretch_s: float) -> int:
     with tempfile.TemporaryDirectory(prefix="meridian-pictures-") as kept:
-        children = Children(Path(kept))
-        fleet = Fleet(Path(kept), children)
+        fleet = Fleet(Path(kept))
         try:
-            await fleet.start()
+            await fleet.started()
             await fleet.live(stretch_s)
             async with async_playwright() as playwright:
                 program = CHROMIUM.found() or None
                 browser = await playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-                return 1 if await take(browser, fleet.page, folder) else 0
+                return 1 if await take(browser, f"http://{fleet.page}", folder) else 0
         finally:
-            await fleet.close()
-            children.stop()
+            await fleet.end()
 
 
 def main() -> int:

@@ -9,25 +9,21 @@ has one event loop.
 from __future__ import annotations
 
 import asyncio
-import sys
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
-
-from openai import AsyncOpenAI
+from typing import TYPE_CHECKING, Any
 
 from tests.data import maze
-from tests.demo import servers
-from tests.demo.fleet import meridianctl
-from tests.demo.load import MODEL
-from tests.demo.processes import HOST, Children
+from tests.demo.live import Live
+from tests.demo.load import Load
 from tests.fakes.linked import LinkedEngine
 from tests.processes import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
-ENGINES = {"gpu-a1": "a", "gpu-b1": "b"}
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ENGINES = {"gpu-a1": "zone=a", "gpu-b1": "zone=b"}
 TENANTS = ("acme", "acme", "globex", "initech")
-CONCURRENCY, STEP_MS, BLOCKS, START_S, POLL_S = 10, 20, 96, 900.0, 0.5
+CONCURRENCY, STEP_MS, BLOCKS = 10, 20, 96
 LINKS = {"Grafana": "https://grafana.example/d/meridian-fleet", "Runbooks": "https://wiki.example/meridian/alerts"}
 RULES = """
 [scheduler]
@@ -76,75 +72,33 @@ bake_s = 900
 """
 
 
-class Fleet:
-    """The fleet. Logs and stores go to `folder`; the caller stops `children`, and `close` ends the other engines."""
+class Fleet(Live):
+    """The fleet, with the engines that only have the agent's stream."""
 
-    def __init__(self, folder: Path, children: Children) -> None:
-        self._folder, self._children = folder, children
-        self._grpc, self._page = free_port(), free_port()
-        self._http = {engine: free_port() for engine in ENGINES}
-        self._linked = ExitStack()
-        self._lost = ExitStack()
-        self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def control(self) -> str:
-        return f"{HOST}:{self._grpc}"
-
-    @property
-    def page(self) -> str:
-        return f"http://{HOST}:{self._page}"
-
-    async def start(self) -> None:
-        """Start everything and return when all of it is up. Raises ChildDiedError, TimeoutError."""
-        listen = ["--listen", self.control, "--metrics-listen", "", "--page-listen", f"{HOST}:{self._page}"]
+    def __init__(self, folder: Path) -> None:
+        self.page = f"127.0.0.1:{free_port()}"
         links = [word for name, url in LINKS.items() for word in ("--page-link", f"{name}={url}")]
-        store = ["--store", str(self._folder / "store.db")]
-        self.program = self._children.start(
-            "control", [sys.executable, "-m", "meridian_control", *listen, *links, *store], {}
-        )
-        for engine, zone in ENGINES.items():
-            self._children.start(engine, self._command(engine), self._environment(engine, zone))
-        async with asyncio.timeout(START_S):
-            for port in self._http.values():
-                while not await asyncio.to_thread(servers.answers, f"http://{HOST}:{port}/health"):
-                    self._children.check()
-                    await asyncio.sleep(POLL_S)
-        await meridianctl(self.control, "wait")
-        await self._apply("rules in shadow first", cap=1000, shadow=True)
-
-    def _rules(self, cap: int, *, shadow: bool) -> Path:
-        file = self._folder / "meridian.toml"
-        file.write_text(RULES.format(cap=cap, shadow=str(shadow).lower()), encoding="utf-8")
-        return file
-
-    def _command(self, engine: str) -> list[str]:
         limits = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(BLOCKS))
-        return servers.command(self._http[engine], ROOT / "tests/data/maze-qwen3", *limits, *servers.PACED)
-
-    def _environment(self, engine: str, zone: str) -> dict[str, str]:
-        own = {"MERIDIAN_LABELS": f"zone={zone}", "OMP_NUM_THREADS": "1"}
-        return servers.environment(self.control, engine, self._folder, STEP_MS, **own)
+        super().__init__(folder, ENGINES, STEP_MS, limits, ["--page-listen", self.page, *links])
+        self._linked, self._lost = ExitStack(), ExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def live(self, stretch_s: float) -> None:
         """Run the events under load, `stretch_s` seconds each; the load goes on, and a rollout and a freeze are active
         at the end."""
+        await self._apply("rules in shadow first", cap=1000, shadow=True)
         self._link("gpu-a2")
-        lost = LinkedEngine([self.control], "gpu-c2", labels={"zone": "c"})
-        self._lost.enter_context(lost)
-        self._tasks = [
-            asyncio.create_task(self._ask(port, n)) for port in self._http.values() for n in range(CONCURRENCY)
-        ]
+        self._lost.enter_context(LinkedEngine([self.control.target], "gpu-c2", labels={"zone": "c"}))
+        for port in (engine.port for engine in self.engines.values()):
+            load = Load(f"http://127.0.0.1:{port}/v1", maze.prompts(50, port), TENANTS)
+            self._tasks.append(asyncio.create_task(load.run(CONCURRENCY)))
         await asyncio.sleep(stretch_s)
         await self._apply("enforce EAT, as calibrated on maze", cap=400, shadow=False)
         await asyncio.sleep(2 * stretch_s)
         await self._freeze("20s", "to compare with stock vLLM")
         await asyncio.sleep(20 + stretch_s)
-        plan = self._folder / "plan.toml"
-        plan.write_text(PLAN, encoding="utf-8")
         why = ("--author", "mara", "--reason", "a lower cap for the long tail")
-        candidate = str(self._rules(300, shadow=False))
-        await meridianctl(self.control, "rollout", "start", "-f", candidate, "--steps", str(plan), *why)
+        await self.roll_out(rules(300, shadow=False), PLAN, *why)
         self._lost.close()
         self._link("gpu-c1", fault="on_step: KeyError: 'req-17' (tracker.py:212)")
         await asyncio.sleep(stretch_s)
@@ -152,33 +106,26 @@ class Fleet:
         await asyncio.sleep(stretch_s / 2)
 
     async def _apply(self, reason: str, cap: int, *, shadow: bool) -> None:
-        file = str(self._rules(cap, shadow=shadow))
-        await meridianctl(self.control, "policy", "apply", "-f", file, "--author", "mara", "--reason", reason)
+        file = self.folder / "meridian.toml"
+        file.write_text(rules(cap, shadow=shadow), encoding="utf-8")
+        await self.ctl("policy", "apply", "-f", str(file), "--author", "mara", "--reason", reason)
 
     async def _freeze(self, duration: str, reason: str) -> None:
-        what = ("--for", duration, "--engine", "gpu-b*", "--author", "joao", "--reason", reason)
-        await meridianctl(self.control, "freeze", *what)
+        await self.ctl("freeze", "--for", duration, "--engine", "gpu-b*", "--author", "joao", "--reason", reason)
 
     def _link(self, engine: str, **said: Any) -> None:
         zone = {"zone": engine[4]}
-        self._linked.enter_context(LinkedEngine([self.control], engine, labels=zone, **said))
+        self._linked.enter_context(LinkedEngine([self.control.target], engine, labels=zone, **said))
 
-    async def _ask(self, port: int, worker: int) -> None:
-        """Send requests one after the other until cancelled."""
-        prompts = maze.prompts(50, port + worker)
-        async with AsyncOpenAI(base_url=f"http://{HOST}:{port}/v1", api_key="none", max_retries=0) as client:
-            for number in range(10**6):
-                await client.chat.completions.create(
-                    model=MODEL,
-                    messages=[{"role": "user", "content": prompts[number % len(prompts)]}],
-                    seed=number,
-                    max_tokens=700,
-                    extra_body={"vllm_xargs": {"meridian_tenant": TENANTS[worker % len(TENANTS)]}},
-                )
-
-    async def close(self) -> None:
+    async def end(self) -> None:
+        """End the load and all engines and processes."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._lost.close()
         self._linked.close()
+        self.close()
+
+
+def rules(cap: int, *, shadow: bool) -> str:
+    return RULES.format(cap=cap, shadow=str(shadow).lower())
