@@ -70,11 +70,11 @@ def python_path(tree: Path) -> str:
     return os.pathsep.join(str(path) for path in (tree, *(tree / folder for folder in FOLDERS)))
 
 
-def tree_of(commit: str, folder: Path, repository: Path = ROOT) -> str:
+def tree_of(commit: str, folder: Path) -> str:
     """Write the files of a commit into `folder`; return why that is impossible, or an empty text."""
     folder.mkdir()
     archive = folder.with_suffix(".tar")
-    command = ["git", "-C", str(repository), "archive", "--output", str(archive), commit]
+    command = ["git", "-C", str(ROOT), "archive", "--output", str(archive), commit]
     try:
         made = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

@@ -61,9 +61,9 @@ class Chain:
         return str(self.values[-1])
 
 
-def make_chain(rng: random.Random, steps: int | None = None) -> Chain:
+def make_chain(rng: random.Random) -> Chain:
     """Return a random chain; adding, subtracting, multiplying and flipping are drawn as 7 to 7 to 6 to 2."""
-    count = steps or rng.randint(MIN_STEPS, MAX_STEPS)
+    count = rng.randint(MIN_STEPS, MAX_STEPS)
     kinds = rng.choices((OPERATIONS[:9], OPERATIONS[9:18], OPERATIONS[18:22], OPERATIONS[22:]), (7, 7, 6, 2), k=count)
     return Chain(rng.randrange(10), tuple(rng.choice(kind) for kind in kinds))
 
@@ -77,10 +77,10 @@ def parse_prompt(prompt: str) -> Chain:
     return Chain(int(start.group(1)), tuple(operation for _, operation in steps))
 
 
-def prompts(count: int, seed: int = 0, steps: int | None = None) -> list[str]:
+def prompts(count: int, seed: int = 0) -> list[str]:
     """Return seeded prompts; the same seed always gives the same list."""
     rng = random.Random(f"chain-{seed}")
-    return [make_chain(rng, steps).prompt for _ in range(count)]
+    return [make_chain(rng).prompt for _ in range(count)]
 
 
 def pass_over(rng: random.Random, chain: Chain, slip: int | None = None) -> list[str]:

@@ -51,9 +51,9 @@ class Maze:
         return hops
 
 
-def make_maze(rng: random.Random, ends: int = 5, hops: int | None = None) -> Maze:
-    """Return a random map with this many self-pointing nodes; the walk from its start takes `hops` hops (3 to 14)."""
-    nodes, count = rng.sample(NODES, len(NODES)), hops or rng.randint(MIN_HOPS, MAX_HOPS)
+def make_maze(rng: random.Random, ends: int = 5) -> Maze:
+    """Return a random map with this many self-pointing nodes; the walk from its start takes 3 to 14 hops."""
+    nodes, count = rng.sample(NODES, len(NODES)), rng.randint(MIN_HOPS, MAX_HOPS)
     path, rest = nodes[:count], nodes[count:]
     step = dict(zip(path, [*path[1:], path[-1]], strict=True))
     for index, node in enumerate(rest):
@@ -70,10 +70,10 @@ def parse_prompt(prompt: str) -> Maze:
     return Maze(edges, found.group(1))
 
 
-def prompts(count: int, seed: int = 0, hops: int | None = None) -> list[str]:
+def prompts(count: int, seed: int = 0) -> list[str]:
     """Return seeded prompts; the same seed always gives the same list."""
     rng = random.Random(f"maze-{seed}")
-    return [make_maze(rng, hops=hops).prompt for _ in range(count)]
+    return [make_maze(rng).prompt for _ in range(count)]
 
 
 def _slip(rng: random.Random, maze: Maze, walk: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -1,8 +1,7 @@
-"""Measure a trained model offline, without vLLM: print a JSON summary and draw a picture of curves.
+"""Measure a trained model offline, without vLLM, and print a JSON summary.
 
-The module computes, for thinking traces, the accuracy without a cut, the accuracy and the answer entropy at each cut,
-and the rank of the end-of-thinking token along the trace. A cut appends </think>, and for the chain task the words that
-its answer begins with. Entropies are in nats.
+The module computes, for thinking traces, the accuracy without a cut, and the accuracy and the answer entropy at each
+cut. A cut appends </think>, and for the chain task the words that its answer begins with. Entropies are in nats.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from tests.data import chain, maze, running
@@ -39,16 +37,14 @@ class Task:
     """Name of the first pass in the report."""
     limit: int
     """Largest number of tokens of a completion."""
-    before: int
-    """Tokens before the end of the first pass at which the curves begin."""
     prefix: tuple[str, ...] = ()
     """Words with which the answer begins, before the word that counts."""
 
 
 TASKS = {
-    "maze": Task(maze, "first_walk", limit=640, before=36),
-    "chain": Task(chain, "first_pass", limit=704, before=72, prefix=chain.ANSWER_PREFIX),
-    "running": Task(running, "first_pass", limit=704, before=72, prefix=running.ANSWER_PREFIX),
+    "maze": Task(maze, "first_walk", limit=640),
+    "chain": Task(chain, "first_pass", limit=704, prefix=chain.ANSWER_PREFIX),
+    "running": Task(running, "first_pass", limit=704, prefix=running.ANSWER_PREFIX),
 }
 
 
@@ -70,8 +66,6 @@ class Trace:
     """Entropy of the answering token after a cut, per position: entry n has n thinking tokens before the cut."""
     entropy_bare: list[float]
     """Entropy right after </think>, before the words that the answer begins with, per position."""
-    rank: list[int]
-    """Rank of </think> as the next token, per position."""
     guess: list[str]
     """The likeliest answer, per position."""
     confidence: list[float]
@@ -117,8 +111,6 @@ class Subject:
         thinking = completion[1:close]
         whole = [*prompt_ids, completion[0], *thinking]
         offset = len(prompt_ids) + 1
-        logits = self.model(torch.tensor([whole])).logits[0, offset - 1 :]
-        rank = (logits > logits[:, self.close, None]).sum(-1) + 1
         cut = self._after_cut(whole, offset)
         bare, entropy = (-(cut.softmax(-1) * cut.log_softmax(-1)).sum(-1))[:, [0, -1]].T.tolist()
         after = cut[:, -1]
@@ -135,7 +127,6 @@ class Subject:
             self.tokenizer.convert_ids_to_tokens(thinking[max(0, first_end - 2)]),
             entropy,
             bare,
-            rank.tolist(),
             self.tokenizer.convert_ids_to_tokens(after.argmax(-1).tolist()),
             after.softmax(-1).amax(-1).tolist(),
             after.softmax(-1)[:, self.tokenizer.convert_tokens_to_ids(truth)].tolist(),
@@ -242,64 +233,6 @@ def summary(task: Task, traces: list[Trace], stop: int) -> dict[str, object]:
     }
 
 
-def aligned(traces: list[Trace], name: str, span: range, stop: int) -> dict[int, list[float]]:
-    """Return values at sentence ends, keyed by the token distance from the end of the first pass."""
-    found: dict[int, list[float]] = defaultdict(list)
-    for trace in traces:
-        for at in boundaries(trace, stop):
-            place = at - trace.first_end
-            found[3 * round(place / 3)].append(float(getattr(trace, name)[at]))
-    return {place: found[place] for place in span if len(found[place]) >= 10}
-
-
-def draw(task: Task, traces: list[Trace], stop: int, path: Path) -> None:
-    """Draw four panels: entropy, rank, accuracy by cut, and the lengths of thinking."""
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    panels = figure.subplots(2, 2)
-    span = range(-task.before, 151, 3)
-    for panel, name, title in (
-        (panels[0, 0], "entropy", f"Entropy after an appended {' '.join(('</think>', *task.prefix))} (nats)"),
-        (panels[0, 1], "rank", "Rank of </think> as the next token"),
-    ):
-        values = aligned(traces, name, span, stop)
-        places = list(values)
-        for low, high, shade in ((0.05, 0.95, 0.15), (0.25, 0.75, 0.3)):
-            bands = [torch.tensor(values[p]).quantile(torch.tensor([low, high])).tolist() for p in places]
-            panel.fill_between(
-                places,
-                [b[0] for b in bands],
-                [b[1] for b in bands],
-                alpha=shade,
-                color="C0",
-                lw=0,
-                label=f"{low:.0%} to {high:.0%}",
-            )
-        panel.plot(places, [statistics.median(values[p]) for p in places], color="C0", label="median")
-        panel.plot(places, [statistics.fmean(values[p]) for p in places], color="C1", label="mean")
-        panel.axvline(0, color="black", lw=0.8, ls="--")
-        panel.set(
-            title=title,
-            xlabel=f"thinking tokens from the end of the {task.first.replace('_', ' ')} (dashed), at sentence ends",
-        )
-        panel.legend()
-    panels[0, 1].set_yscale("log")
-    panels[0, 1].set_yticks(ticks := [1, 2, 5, 10, 20, 50], [str(tick) for tick in ticks])
-    panels[0, 1].minorticks_off()
-    budgets = list(range(0, 201, 4))
-    panels[1, 0].plot(budgets, [cut_accuracy(traces, [n] * len(traces)) for n in budgets])
-    panels[1, 0].axhline(share([t.answer == t.truth for t in traces]), color="black", lw=0.8, ls=":", label="uncut")
-    panels[1, 0].set(title="Accuracy when thinking is cut", xlabel="thinking tokens before the cut", ylim=(0, 1.02))
-    panels[1, 0].legend(loc="lower right")
-    bins = list(range(0, max(len(t.thinking) for t in traces) + 12, 12))
-    panels[1, 1].hist([len(t.thinking) for t in traces], bins=bins, label="all thinking", alpha=0.7)
-    panels[1, 1].hist([naive_stop(t, stop) for t in traces], bins=bins, label="until the naive rule stops", alpha=0.7)
-    panels[1, 1].set(title="Length of thinking", xlabel="tokens", ylabel="prompts")
-    panels[1, 1].legend()
-    for panel in panels.flat:
-        panel.grid(alpha=0.3)
-    figure.savefig(path, dpi=90)
-
-
 def accuracy(subject: Subject, prompts: list[str], greedy: bool, **template: object) -> float:
     """Return the accuracy of generated answers, without any cut."""
     ids = [subject.ids(prompt, **template) for prompt in prompts]
@@ -309,13 +242,12 @@ def accuracy(subject: Subject, prompts: list[str], greedy: bool, **template: obj
 
 
 def main() -> None:
-    """Run the command line: measure and draw."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=TASKS, default="maze")
     parser.add_argument("--model", type=Path, help="default: the folder shipped for the task")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--picture", type=Path, help="default: <task>-curves.png beside this file")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -337,7 +269,6 @@ def main() -> None:
             "entropy_at_sentence_ends_without_prefix": at_sentence_ends(traces, "entropy_bare", stop),
             "accuracy_at_sentence_ends": at_sentence_ends(traces, "chance", stop),
         }
-    draw(task, traces, stop, options.picture or HERE / f"{options.task}-curves.png")
     print(json.dumps(report, indent=2))
 
 
