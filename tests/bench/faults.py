@@ -21,10 +21,10 @@ from tests.bench.harness import BenchError, Column
 from tests.bench.machine import machine
 from tests.bench.streamed import BLOCK_TOKENS, MAX_MODEL_LEN
 from tests.chaos.driver import Engine
-from tests.chaos.engine import children
 from tests.chaos.network import NoNamespacesError
 from tests.chaos.scene import FAULTS, TARGET, Scene
 from tests.processes import wait_for
+from tests.soak.watch import children
 
 if TYPE_CHECKING:
     import argparse

@@ -25,8 +25,8 @@ LOAD: dict[str, Any] = {"cases": cases(), "in_flight": 6, "sampling": {"max_toke
 class Engine:
     """One engine process.
 
-    target: its MERIDIAN_CONTROL, empty for stock vLLM. within: prefix of its command. load: the load's settings. cores:
-    the cores that it may use. engine: changes to ENGINE_ARGS. environment: additional variables.
+    target: its MERIDIAN_CONTROL, empty for stock vLLM. within: prefix of its command. load: the load's settings.
+    engine: changes to ENGINE_ARGS. environment: additional variables.
     """
 
     def __init__(
@@ -37,14 +37,13 @@ class Engine:
         within: Sequence[str] = (),
         *,
         load: dict[str, Any] = LOAD,
-        cores: Sequence[int] = (),
         engine: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
         # A Unix socket needs a short path; the engine only connects to it at its start.
         path = folder / f"{name}.sock"
         self._listener = Listener(str(path), "AF_UNIX")
-        settings = {**load, "cores": list(cores), "engine": {**ENGINE_ARGS, **(engine or {})}}
+        settings = {**load, "engine": {**ENGINE_ARGS, **(engine or {})}}
         env = {
             **ENGINE_ENV,
             "MERIDIAN_CONTROL": target,

@@ -1,7 +1,7 @@
 """A real vLLM engine under steady load in a process of its own: `python -m tests.chaos.engine SOCKET SETTINGS`.
 
 The process connects to SOCKET, on which `driver.Engine` listens, and steps until it receives the command to pause; it
-answers commands between two steps. SETTINGS is JSON: the engine's arguments, the load, the cores. Everything runs on
+answers commands between two steps. SETTINGS is JSON: the engine's arguments and the load. Everything runs on
 the main thread, which is the engine core's. With MERIDIAN_CONTROL unset in the environment the engine is stock vLLM.
 """
 
@@ -13,9 +13,9 @@ import os
 import sys
 import time
 from multiprocessing.connection import Client
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.bench.machine import rss_mb
 from tests.chaos.reports import Done, Report
 
 if TYPE_CHECKING:
@@ -140,13 +140,10 @@ class Engine:
         if self._agent is not None:
             # The next report begins with the agent's present state.
             self._report.states = report.states[-1:]
-            report.dropped, report.revision = self._agent.link.outbox.reports_dropped, self._agent.link.lease.revision
-            report.fault, report.live = self._guard.fault, len(self._agent.tracker.by_id)
+            report.dropped, report.fault = self._agent.link.outbox.reports_dropped, self._guard.fault
         if self._work is not None:
             report.cpu_s = self._work.seconds()
-        own = Path("/proc/self")
-        report.rss_mb = int((own / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-        report.threads, report.files = len(list((own / "task").iterdir())), len(list((own / "fd").iterdir()))
+        report.rss_mb = rss_mb(os.getpid())
         return report
 
 
@@ -186,19 +183,6 @@ def fork() -> float:
     return _handled_s.pop() - began_s
 
 
-def children(pid: int) -> list[int]:
-    """Return the running child processes of `pid`, for example an engine's worker."""
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _read(task / "children").split()]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        # The thread has just ended.
-        return ""
-
-
 def _name(state: Any) -> str:
     from meridian.v1 import agent_pb2
 
@@ -207,8 +191,6 @@ def _name(state: Any) -> str:
 
 def main() -> None:
     settings = json.loads(sys.argv[2])
-    if settings["cores"]:
-        os.sched_setaffinity(0, settings["cores"])
     import torch
     import vllm
 

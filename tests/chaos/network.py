@@ -104,12 +104,6 @@ class Network:
             self._socket.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __enter__(self) -> Network:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def run(self, side: str, command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> Process:
         """Start a program on one side."""
         return Process([*self.within(side), *command], log, env)

@@ -22,9 +22,8 @@ class Report:
 
     busy_s: time in steps. longest_s: longest time from one step's tokens to the next one's. states: times at which the
     agent's state changed, with the state and whether decisions of its current stream were in force. ring, inbox: the
-    largest queue lengths seen. live: requests that the agent tracks. cpu_s: processor time of a metered engine's
-    processes since their start, without the time they spend waiting for each other. fork_held_s: how long the handlers
-    before a fork delayed the last fork.
+    largest queue lengths seen. cpu_s: processor time of a metered engine's processes since their start, without the
+    time they spend waiting for each other. fork_held_s: how long the handlers before a fork delayed the last fork.
     """
 
     busy_s: float = 0.0
@@ -36,11 +35,7 @@ class Report:
     states: list[tuple[float, str, bool]] = field(default_factory=list)
     ring: int = 0
     inbox: int = 0
-    live: int = 0
     dropped: int = 0
-    revision: int = 0
     fault: str = ""
     rss_mb: float = 0.0
-    threads: int = 0
-    files: int = 0
     fork_held_s: float = 0.0

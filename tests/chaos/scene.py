@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import httpx
@@ -14,7 +14,7 @@ from tests.chaos.network import CONTROL_ADDRESS, CUT, FINE, Conditions, Network
 from tests.processes import Control, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from tests.processes import Process
@@ -27,8 +27,8 @@ TARGET = f"{CONTROL_ADDRESS}:{PORT}"
 class FarControl(Control):
     """A `meridian-control` in the control plane's namespace, which this process reaches whatever the network does."""
 
-    def __init__(self, network: Network, folder: Path, cores: Sequence[int] = ()) -> None:
-        self.folder, self.port, self.cores = folder, PORT, set(cores) or None
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.folder, self.port = folder, PORT
         self.within, self.listen = network.within("control"), f"0.0.0.0:{PORT}"
         self.options = ["--insecure", "--metrics-listen", f"127.0.0.1:{METRICS_PORT}"]
         self.target = network.relay(PORT)
@@ -45,11 +45,10 @@ class FarControl(Control):
 class Scene:
     """The objects that faults act on. `control` is not started yet."""
 
-    def __init__(self, folder: Path, seed: int, cores: Sequence[int] = ()) -> None:
+    def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
         self.network = Network(seed)
-        self.control = FarControl(self.network, folder, cores)
-        self._cores = cores
+        self.control = FarControl(self.network, folder)
         self._foreign: Process | None = None
 
     def kill(self) -> None:
@@ -85,7 +84,7 @@ class Fault:
     """One fault.
 
     says: texts that the engine logs during the fault. loses: whether the agent hears nothing of a control plane during
-    the fault, so that the leases end.
+    the fault, so that the leases end. conditions: those of the network by direction.
     """
 
     name: str
@@ -93,8 +92,10 @@ class Fault:
     end: Callable[[Scene], None]
     says: Sequence[str] = ()
     loses: bool = False
+    conditions: Mapping[str, Conditions] = field(default_factory=dict)
 
 
+LONG_MS = 10_000
 GONE, UNHEARD = ("meridian: DEGRADED",), ("meridian: DEGRADED", "ended: nothing heard for")
 
 
@@ -103,9 +104,10 @@ def _other(kind: str) -> Fault:
 
 
 def _network(name: str, up: Conditions, down: Conditions) -> Fault:
-    cut = CUT in (up, down)
-    says = UNHEARD if cut else ()
-    return Fault(name, lambda s: s.network.set(up, down), lambda s: s.network.mend(), says, loses=cut)
+    """Return a fault of the network. A delay longer than the leases is as good as a cut."""
+    ways, loses = {"up": up, "down": down}, any(c.cut or c.delay_ms >= LONG_MS for c in (up, down))
+    says = UNHEARD if loses else ()
+    return Fault(name, lambda s: s.network.set(**ways), lambda s: s.network.mend(), says, loses, ways)
 
 
 def _both(name: str, conditions: Conditions) -> Fault:
@@ -120,21 +122,14 @@ def _go_on(scene: Scene) -> None:
     scene.control.process.signal(signal.SIGCONT)
 
 
-def _slow(name: str, delay_ms: float, loses: bool = False) -> Fault:
-    """Return a fault that delays every answer; with a delay longer than the leases, the agent is as good as cut off."""
-    late = Conditions(delay_ms=delay_ms)
-    says = UNHEARD if loses else ()
-    return Fault(name, lambda s: s.network.set(FINE, late), lambda s: s.network.mend(), says, loses=loses)
-
-
 # `mute` accepts and never says anything, `noise` sends random bytes, `unknown` is gRPC without the service.
 FAULTS = (
     _both("partition", CUT),
     _network("half-open-up", CUT, FINE),
     _network("half-open-down", FINE, CUT),
-    _slow("slow-10ms", 10),
-    _slow("slow-1s", 1000),
-    _slow("slow-10s", 10_000, loses=True),
+    _network("slow-10ms", FINE, Conditions(delay_ms=10)),
+    _network("slow-1s", FINE, Conditions(delay_ms=1000)),
+    _network("slow-10s", FINE, Conditions(delay_ms=LONG_MS)),
     _both("delay", Conditions(delay_ms=200, jitter_ms=100)),
     _both("loss", Conditions(delay_ms=5, loss=0.1)),
     _both("heavy-loss", Conditions(delay_ms=5, loss=0.33)),

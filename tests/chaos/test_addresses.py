@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.chaos.network import Network, NoNamespacesError
 from tests.chaos.scene import TARGET
+from tests.needed import NETWORK
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
-
-    from tests.chaos.network import Network
 
 # Address without a host on this network; packets to it get no reply, not even an error.
 NOWHERE = "10.99.0.9"
@@ -34,6 +34,16 @@ async def main():
     print(json.dumps(time.monotonic() - began_s))
 asyncio.run(main())
 """
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    try:
+        network = Network(seed=3)
+    except NoNamespacesError as error:
+        pytest.skip(f"{error}; {NETWORK.reason}")
+    yield network
+    network.stop()
 
 
 @pytest.fixture(scope="module")

@@ -165,12 +165,17 @@ def test_absent_at_start(world: World) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_a_fault(world: World, fault: Fault) -> None:
-    before, log = world.engine.run(), world.engine.log()
+    before, log, network = world.engine.run(), world.engine.log(), world.scene.network
+    packets = network.counts()
     # On a busy machine the agent may have lost its stream before the fault; it does not say so again.
     said = log.rfind("meridian: READY")
     began_s = time.monotonic()
     fault.begin(world.scene)
-    reports = world.collect(lambda r: over(fault, r, began_s), 120, "the fault to have its effect")
+
+    def over(reports: list[Report]) -> bool:
+        return shown(fault, reports, began_s) and met(fault, packets, network.counts())
+
+    reports = world.collect(over, 120, "the fault to have its effect")
     ended_s = time.monotonic()
     fault.end(world.scene)
     reports += world.governed()
@@ -220,7 +225,17 @@ def shown_well(world: World) -> bool:
     )
 
 
-def over(fault: Fault, reports: list[Report], began_s: float) -> bool:
+def met(fault: Fault, before: dict[str, dict[str, int]], now: dict[str, dict[str, int]]) -> bool:
+    """Return whether everything that the network does to packets during a fault has happened to one. before, now:
+    packets by direction and fate."""
+    return all(
+        now[way].get(fate, 0) > before[way].get(fate, 0)
+        for way, conditions in fault.conditions.items()
+        for fate in conditions.fates
+    )
+
+
+def shown(fault: Fault, reports: list[Report], began_s: float) -> bool:
     """Return whether a fault has lasted long enough to show in the requests' tokens."""
     if fault.loses:
         return len(ungoverned(reports, began_s)) >= DURING

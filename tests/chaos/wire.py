@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import random
 
-# A packet that would wait longer than this for a slow line is dropped, as from a router's full queue.
-QUEUE_S = 0.5
-# A packet that is held back to be overtaken waits this multiple of its delay longer than others, and at least
-# HELD_BACK_S.
-HELD_BACK, HELD_BACK_S = 1.0, 0.01
+# A packet that is held back to be overtaken waits its delay twice, and at least this much longer than others.
+HELD_BACK_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Conditions:
     """Conditions of one direction.
 
     loss, reorder and duplicate are probabilities of each packet. jitter_ms is the most that is added to the delay; it
-    changes no order. bytes_per_s is 0 for no limit. cut lets no packet through.
+    changes no order. cut lets no packet through.
     """
 
     delay_ms: float = 0.0
@@ -30,8 +27,13 @@ class Conditions:
     loss: float = 0.0
     reorder: float = 0.0
     duplicate: float = 0.0
-    bytes_per_s: float = 0.0
     cut: bool = False
+
+    @property
+    def fates(self) -> set[str]:
+        """Return what happens to some packets, as `Way.counts` names it."""
+        kinds = {"cut": self.cut, "lost": self.loss, "held_back": self.reorder, "duplicated": self.duplicate}
+        return {name for name, happens in kinds.items() if happens}
 
 
 FINE = Conditions()
@@ -40,15 +42,15 @@ FINE = Conditions()
 class Way:
     """One direction of the network: takes packets when they are sent, and releases them when they arrive."""
 
-    def __init__(self, rng: random.Random, conditions: Conditions = FINE) -> None:
-        self.conditions = conditions
+    def __init__(self, rng: random.Random) -> None:
+        self.conditions = FINE
         self.counts: Counter[str] = Counter()
         self._rng = rng
         # Packets under way, ordered by arrival time and then by number.
         self._under_way: list[tuple[float, int, bytes]] = []
         self._number = 0
-        # Time at which the line is free again, and arrival time of the newest packet that keeps its order.
-        self._free_at = self._newest_at = 0.0
+        # Arrival time of the newest packet that keeps its order.
+        self._newest_at = 0.0
 
     def send(self, now_s: float, packet: bytes) -> None:
         """Take in a packet."""
@@ -56,30 +58,16 @@ class Way:
         if c.cut or draw() < c.loss:
             self.counts["cut" if c.cut else "lost"] += 1
             return
-        sent_s = self._through_the_line(now_s, len(packet))
-        if sent_s is None:
-            self.counts["queue_full"] += 1
-            return
         delay_s = (c.delay_ms + draw() * c.jitter_ms) / 1e3
         if draw() < c.reorder:
             self.counts["held_back"] += 1
-            self._arrives(sent_s + delay_s + max(HELD_BACK * delay_s, HELD_BACK_S), packet)
+            self._arrives(now_s + delay_s + max(delay_s, HELD_BACK_S), packet)
         else:
-            self._newest_at = max(self._newest_at, sent_s + delay_s)
+            self._newest_at = max(self._newest_at, now_s + delay_s)
             self._arrives(self._newest_at, packet)
         if draw() < c.duplicate:
             self.counts["duplicated"] += 1
             self._arrives(self._newest_at, packet)
-
-    def _through_the_line(self, now_s: float, size: int) -> float | None:
-        """Return when the packet's last byte has left, or None if the queue for the line is too long."""
-        if not self.conditions.bytes_per_s:
-            return now_s
-        began_s = max(now_s, self._free_at)
-        if began_s - now_s > QUEUE_S:
-            return None
-        self._free_at = began_s + size / self.conditions.bytes_per_s
-        return self._free_at
 
     def _arrives(self, at_s: float, packet: bytes) -> None:
         self._number += 1
@@ -90,7 +78,7 @@ class Way:
         if conditions.cut:
             self.counts["cut"] += len(self._under_way)
             self._under_way.clear()
-        self.conditions, self._free_at, self._newest_at = conditions, now_s, now_s
+        self.conditions, self._newest_at = conditions, now_s
 
     def arrived(self, now_s: float) -> list[bytes]:
         """Return the packets that have arrived since the last call, in order of arrival."""

@@ -6,6 +6,7 @@ processes, each life after a time to warm up, multiplied by the length of the ru
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 from dataclasses import dataclass, fields
@@ -58,11 +59,11 @@ def sample(at_s: float, role: str, pid: int) -> Sample | None:
 
 def children(pid: int) -> list[int]:
     """Return all descendants of the process."""
-    try:
-        listed = [(path / "children").read_text().split() for path in (PROC / str(pid) / "task").iterdir()]
-    except OSError:
-        return []
-    own = [int(child) for found in listed for child in found]
+    own: list[int] = []
+    for thread in (PROC / str(pid) / "task").glob("*"):
+        # A thread may have just ended.
+        with contextlib.suppress(OSError):
+            own += map(int, (thread / "children").read_text().split())
     return [*own, *(grandchild for child in own for grandchild in children(child))]
 
 
