@@ -47,11 +47,8 @@ async def run(options: Namespace, children: Children, store: Path) -> int:
     if not console.is_terminal:
         console = Console(width=100, soft_wrap=True)
     fleet = Fleet(options.control)
-    try:
-        await _start(console, options, children, fleet, store)
-        findings = await _watched(children, fleet, _measure(console, options, fleet))
-    finally:
-        await fleet.close()
+    await _start(console, options, children, fleet, store)
+    findings = await _watched(children, fleet, _measure(console, options, fleet))
     return _report(console, options, findings)
 
 

@@ -1,6 +1,6 @@
-"""The demo's view of the control plane: FleetService and PolicyService over gRPC, and the operators' own client.
+"""The demo's view of the control plane: its services over gRPC, and the operators' own client.
 
-The module owns the observed state of the engine. The module has one event loop.
+The module owns the observed state of the engine. Calls run on threads, because the event loop is busy with the load.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,13 @@ from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 
 from tests.demo.processes import DemoError
 from tests.demo.report import NATURAL
+from tests.processes import RPC_S, Control
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 ENGINE_ID = "demo-engine"
-CALL_TIMEOUT_S = 10.0
-WATCH_MS = 200
+LOOK_S = 0.5
 ACK_POLL_S = 0.003
 ACK_TIMEOUT_S = 10.0
 
@@ -49,37 +49,24 @@ class PolicyChange:
         return (self.acked_s - self.accepted_s) * 1e3
 
 
-@dataclass(slots=True)
 class Fleet:
     """A client of the control plane, with the newest state that it reported."""
 
-    server: str
-    engine: fleet_pb2.Engine = field(default_factory=fleet_pb2.Engine)
-    live: list[fleet_pb2.LiveRequest] = field(default_factory=list)
-    _channel: grpc.aio.Channel = field(init=False)
-    _fleet: fleet_pb2_grpc.FleetServiceAsyncStub = field(init=False)
-    _policy: policy_pb2_grpc.PolicyServiceAsyncStub = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self.server)
-        self._fleet = fleet_pb2_grpc.FleetServiceStub(self._channel)
-        self._policy = policy_pb2_grpc.PolicyServiceStub(self._channel)
-
-    async def close(self) -> None:
-        await self._channel.close()
+    def __init__(self, server: str) -> None:
+        self.server, self._control = server, Control.existing(server)
+        self.engine, self.live = fleet_pb2.Engine(), list[fleet_pb2.LiveRequest]()
 
     async def reachable(self) -> bool:
         """Return whether the control plane answers."""
         try:
             await self.refresh()
-        except grpc.aio.AioRpcError:
+        except grpc.RpcError:
             return False
         return True
 
     async def refresh(self) -> fleet_pb2.Engine:
         """Request the engine's state; the message is empty if the engine has not connected."""
-        answer = await self._fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S)
-        self.engine = _demo_engine(answer.engines)
+        self.engine = _demo_engine(await asyncio.to_thread(self._control.engines))
         return self.engine
 
     def check(self) -> None:
@@ -89,16 +76,17 @@ class Fleet:
 
     async def follow(self) -> None:
         """Keep engine and live requests up to date until cancelled."""
-        async for state in self._fleet.WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=WATCH_MS)):
-            self.engine, self.live = _demo_engine(state.engines), list(state.requests)
+        while True:
+            await self.refresh()
+            self.live = await asyncio.to_thread(self._control.requests)
+            await asyncio.sleep(LOOK_S)
 
     async def ends(self, completion_ids: Iterable[str]) -> dict[str, str]:
         """Return how the thinking of finished requests ended, by completion id: "natural", "eat", "hard_cap",
         "natural, eat shadowed", ...; without requests that did not think. The decision log has the life of each."""
         found = {}
         for completion_id in completion_ids:
-            asked = fleet_pb2.ExplainRequestRequest(request_id=completion_id)
-            life = (await self._fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)).life
+            life = await asyncio.to_thread(self._control.explain, completion_id)
             forces = (event.decision for event in life.events if event.decision.kind == "force")
             shadowed = next((f", {decision.reason} shadowed" for decision in forces if decision.shadow), "")
             if how := next((event.detail for event in life.events if event.kind == "think_end"), ""):
@@ -119,7 +107,9 @@ class Fleet:
 
     async def self_calibration(self) -> fleet_pb2.SelfCalibration:
         """Return what self-calibration has found for the demo's requests; an empty message before it has seen any."""
-        answer = await self._fleet.ListSelfCalibrations(fleet_pb2.ListSelfCalibrationsRequest(), timeout=CALL_TIMEOUT_S)
+        with self._control.channel() as channel:
+            list_all = fleet_pb2_grpc.FleetServiceStub(channel).ListSelfCalibrations
+            answer = await asyncio.to_thread(list_all, fleet_pb2.ListSelfCalibrationsRequest(), RPC_S)
         return next(iter(answer.self_calibrations), fleet_pb2.SelfCalibration())
 
     async def apply_policy(self, file: Path) -> PolicyChange:
@@ -135,8 +125,10 @@ class Fleet:
         finally:
             given_up.set()
             watching.cancel()
-        answer = await self._policy.GetPolicy(policy_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)
-        return PolicyChange(answer.revision.revision, answer.revision.create_time.ToNanoseconds() / 1e9, acked_s)
+        with self._control.channel() as channel:
+            get = policy_pb2_grpc.PolicyServiceStub(channel).GetPolicy
+            revision = (await asyncio.to_thread(get, policy_pb2.GetPolicyRequest(), RPC_S)).revision
+        return PolicyChange(revision.revision, revision.create_time.ToNanoseconds() / 1e9, acked_s)
 
 
 def _demo_engine(engines: Iterable[fleet_pb2.Engine]) -> fleet_pb2.Engine:
@@ -146,13 +138,11 @@ def _demo_engine(engines: Iterable[fleet_pb2.Engine]) -> fleet_pb2.Engine:
 def _acknowledged(server: str, known: int, given_up: threading.Event) -> float:
     """Return when FleetService first showed an acknowledged revision newer than `known`. Raises DemoError if it is
     refused.
-
-    The function runs on a thread of its own with a channel of its own, because the event loop is busy with the load.
     """
     with grpc.insecure_channel(server) as channel:
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
         while not given_up.wait(ACK_POLL_S):
-            answer = fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S)
+            answer = fleet.ListEngines(fleet_pb2.ListEnginesRequest(), timeout=RPC_S)
             now_s, engine = time.time(), _demo_engine(answer.engines)
             if engine.acked_revision > known:
                 return now_s
