@@ -28,7 +28,8 @@ TOGETHER, APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"VLLM_ENABLE_V1_MULT
 
 
 class Served:
-    """The server and its client's address. options: more of vLLM's own options. more: more of its environment."""
+    """The server and its client's address. options: more of vLLM's own options. more: more of its environment.
+    port: its own choice by default."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Served:
         own: Issued | None = None,
         options: Sequence[str] = (),
         more: dict[str, str] | None = None,
+        *,
         port: int | None = None,
     ) -> None:
         self.port = port or free_port()
