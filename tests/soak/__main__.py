@@ -15,8 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.soak import alone
-from tests.soak.run import Soak
+from tests.soak.run import Soak, stock
 
 
 def main() -> int:
@@ -36,7 +35,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     print(f"seed {seed}, {arguments.seconds:.0f} s, output in {out}", flush=True)
     given = out.resolve(), seed, arguments.seconds, arguments.clients
-    summary = asyncio.run(alone.run(*given) if arguments.stock else Soak(*given).run())
+    summary = asyncio.run(stock(*given) if arguments.stock else Soak(*given).run())
     print(json.dumps(summary))
     return 1 if summary["failed"] or summary["violations"] else 0
 

@@ -6,6 +6,7 @@ The module owns the server, the clients and the samples over time. The module ru
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -113,9 +114,24 @@ class Load:
             lines = (await client.get("/metrics")).text.splitlines()
         return round(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)))
 
-    async def count_steps(self) -> None:
-        """Count vLLM's steps before the server stops, because stock vLLM keeps some memory of each."""
+    async def end(self, watching: asyncio.Task[None]) -> None:
+        """End the samples, and count vLLM's steps before the server stops, because stock vLLM keeps some memory of
+        each."""
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
         self._steps = await self.counted("vllm:iteration_tokens_total_count")
+
+    def answered(self) -> dict[str, Any]:
+        """Return what the clients had, for the summary."""
+        tally = self.clients.tally
+        return {
+            "requests": tally.requests,
+            "failed": len(tally.failed),
+            "seed": self._seed,
+            "tokens": tally.tokens,
+            "equal_to_stock": {"compared": tally.compared, "untouched": tally.untouched},
+        }
 
     def kept(self, seconds: float) -> tuple[dict[str, Any], list[str]]:
         """Return the growth of the processes for the summary, and the growth that is too large.

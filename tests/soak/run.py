@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import re
 import signal
@@ -79,11 +78,8 @@ class Soak:
         await asking
         lasted = time.monotonic() - load.began
         self._found += await faults.at_rest()
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+        await load.end(watching)
         self._found += await self._counted()
-        await load.count_steps()
         await self._proxy.close()
         await self._recording.finish()
         return lasted
@@ -129,15 +125,11 @@ class Soak:
             print(line)
         return {
             "seconds": round(lasted, 1),
-            "requests": tally.requests,
-            "failed": len(tally.failed),
+            **load.answered(),
             "faults": sum(faults.counts.values()),
             "decisions": audit.decisions,
             "outcomes": sum(audit.outcomes.values()) + audit.unheard,
             "violations": len(found),
-            "seed": self._seed,
-            "tokens": tally.tokens,
-            "equal_to_stock": {"compared": tally.compared, "untouched": tally.untouched},
             "kinds": dict(tally.kinds),
             "fault_kinds": dict(faults.counts),
             "outcome_kinds": {**audit.outcomes, "stream_ended_first": audit.unheard},
@@ -148,3 +140,24 @@ class Soak:
             "longest_stall_s": round(stalled, 2),
             **kept,
         }
+
+
+async def stock(out: Path, seed: int, seconds: float, clients: int) -> dict[str, Any]:
+    """Run the same clients with stock vLLM, without faults; return the parts of a soak's summary that concern it.
+
+    The run shows what stock vLLM's processes keep by themselves, so growth is no violation, and which complaints
+    clients have without an agent.
+    """
+    load = Load(out, seed)
+    try:
+        # Stock vLLM has no decisions, so every request is untouched.
+        await load.begin(lambda: 0)
+        watching, asking = asyncio.create_task(load.watch()), asyncio.create_task(load.clients.run(clients))
+        await asyncio.wait({watching, asking}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        load.clients.stop()
+        await asking
+        await load.end(watching)
+    finally:
+        load.stop()
+    lasted, violations = round(load.samples[-1].at_s, 1), len(load.clients.tally.complaints)
+    return {"seconds": lasted, "violations": violations, **load.answered(), **load.kept(seconds)[0]}
