@@ -13,7 +13,7 @@ PROTOS := $(wildcard proto/meridian/v1/*.proto)
 help: ## print this list of targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | sort | awk -F'\t' '{ printf "%-18s %s\n", $$1, $$2 }'
 
-.PHONY: demo test pytest check unit unit-control unit-agent doctor soak bench-termination bench-scheduling bench-cache bench-delivery bench-handover bench-kernels lint proto dist lock sbom \
+.PHONY: demo test pytest check unit unit-control unit-agent doctor soak bench-termination bench-scheduling bench-cache bench-handover bench-kernels lint proto dist lock sbom \
 	audit clean
 
 demo: $(VENV)/ready ## run a control plane and a real engine with live requests, and print a summary
@@ -189,9 +189,6 @@ bench-handover: $(VENV)/nixl ## measure the gap between thinking and answer if a
 
 bench-cache: $(VENV)/ready ## measure what eviction tiers save
 	$(BIN)/python -m tests.bench.cache $(ARGS)
-
-bench-delivery: $(VENV)/ready ## measure how fast a policy reaches a fleet
-	$(BIN)/python -m tests.bench.delivery $(ARGS)
 
 # ARGS: --trace FILE --labels FILE for each recording, --splits, --save.
 .PHONY: bench-replay

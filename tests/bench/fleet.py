@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meridian_control.policy.model import Policy
-from tests.bench import cost_control, harness
+from tests.bench import harness
 from tests.bench.cost_control import tapes
 from tests.bench.fleet_engines import STEP_MS
 from tests.bench.fleet_rig import Rig, Windows, measure
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SHARE = Policy().telemetry.shadow_sample_ratio
 # Files that are open beside the engines' streams.
 FILES = 1000
-QUICK = ["--engines", "200", "--replicas", "1", "2", "--seconds", "8", "--idle-s", "3", "--before-rounds", "0"]
+QUICK = ["--engines", "200", "--replicas", "1", "2", "--seconds", "8", "--idle-s", "3"]
 COLUMNS = {
     "Load": (
         Column("slower", "slower by", 0),
@@ -84,24 +84,9 @@ def allow_files(engines: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def beside(session: Session) -> None:
-    """Compare the control plane with an older one, with engines at full speed."""
-    given, case = session.options, f"beside {session.options.before}"
-    servers = cost_control.Servers(session.fresh() / "beside", cost_control.Load(), given.before)
-    if servers.no_before:
-        session.say(servers.no_before)
-        return
-    arms = [cost_control.TODAY, cost_control.OLD]
-    await session.rounds(arms, servers.window, given.before_rounds, case=case)
-    columns = (Column("engines_per_core", "engines per core", 0, "ratio"), Column("received", "share received", 3))
-    session.table("Beside an older control plane", "32 engines at full speed.", columns, cost_control.OLD, [case])
-
-
 async def bench(session: Session) -> dict[str, Any]:
     given, runs, folder = session.options, session.runs, session.fresh()
     allow_files(max(given.engines))
-    if given.before_rounds:
-        await beside(session)
     least, sampled = min(given.engines), tapes(measured_share=SHARE)
     kinds = [(f"{least:,} engines, all measured", least, tapes())]
     kinds += [(f"{engines:,} engines", engines, sampled) for engines in sorted(given.engines)]
@@ -146,8 +131,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--slower", type=float, default=windows.slower, help="factor by which engines are slower; 0 to measure it")
     add("--seconds", type=float, default=windows.seconds, help="length of the measured window")
     add("--idle-s", type=float, default=windows.idle_s, help="length of the window with silent engines, in seconds")
-    add("--before-rounds", type=int, default=2, help="rounds beside an older commit; 0 for none")
-    add("--before", default=cost_control.BEFORE, help="the older commit")
     add("--quick", action="store_true", help=f"the same as {' '.join(QUICK)}")
 
 

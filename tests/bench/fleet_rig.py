@@ -189,9 +189,9 @@ class Rig:
             await connection.close()
         return int(row[0]), int(row[1]), int(row[2])
 
-    async def update(self, cap_tokens: int = CAP_TOKENS) -> list[float]:
+    async def update(self) -> list[float]:
         """Change the cap of all requests; return the seconds until each engine has applied the change, ascending."""
-        policy = policy_pb2.Policy(scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=cap_tokens))
+        policy = policy_pb2.Policy(scheduler=policy_pb2.SchedulerPolicy(max_think_tokens=CAP_TOKENS))
         async with grpc.aio.insecure_channel(self.controls[0].target) as channel:
             stub: Any = policy_pb2_grpc.PolicyServiceStub(channel)
             called_s = time.monotonic()
