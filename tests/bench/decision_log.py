@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link.messages import mergeable, step_report
 from meridian_control.app.garbage import FLOOD, NEVER, NEWEST
 from meridian_control.capabilities.listed import STREAM_PARTS
@@ -31,22 +30,22 @@ if TYPE_CHECKING:
     import argparse
     from multiprocessing.connection import Connection
 
+    from meridian_agent.core.step_record import StepRecord
     from tests.bench.harness import Figures
 
-AT_ONCE, STEPS = 64, 1000
-# Most steps in a report of each stream.
-STREAMS = {"default": 24, "merged": 8, "single": 1}
+# Requests at once, steps of the stream, and most steps in a report.
+AT_ONCE, STEPS, MERGED = 64, 1000, 8
 WITHOUT, LOG, SOME, ALL = "without", "log", "traces of 1 %", "traces of all"
 RATIOS = {SOME: 0.01, ALL: 1.0}
 POLICY = policy(entropy={"shadow": True, "rank_conditions": [{"max_ranks": [5, 5]}]})
 
 
 class MergingAgent(FakeAgent):
-    """A fake agent that merges up to `most` steps into a report."""
+    """A fake agent that merges up to MERGED steps into a report."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._most, self._records = most, list[StepRecord]()
+        self._records: list[StepRecord] = []
 
     def _report(self) -> StepRecord:
         record = self.engine.tracker.record
@@ -56,7 +55,7 @@ class MergingAgent(FakeAgent):
         if self._records and not mergeable(self._records, record):
             self._send()
         self._records.append(record)
-        if len(self._records) == self._most:
+        if len(self._records) == MERGED:
             self._send()
         return record
 
@@ -65,8 +64,8 @@ class MergingAgent(FakeAgent):
         self._records = []
 
 
-def recorded(most: int) -> Stream:
-    made = Stream(agent=MergingAgent(most), hello_fields={"num_blocks": 1 << 16})
+def recorded() -> Stream:
+    made = Stream(agent=MergingAgent(), hello_fields={"num_blocks": 1 << 16})
     made.apply(POLICY)
     rng, number = made.agent.rng, 0
     for _ in range(STEPS):
@@ -113,32 +112,28 @@ async def measure(session: harness.Session) -> dict[str, Any]:
     process.start()
     endpoint = f"127.0.0.1:{pipe.recv()}"
     tracings = {arm: Tracing(endpoint, ratio) for arm, ratio in RATIOS.items()}
-    arms, runs, last = [WITHOUT, LOG, *tracings], session.runs, dict[str, Any]()
-    for name, most in STREAMS.items():
-        made = recorded(most)
-        gc.collect()
-        gc.freeze()
-        totals = made.session.totals
+    arms, runs, made = [WITHOUT, LOG, *tracings], session.runs, recorded()
+    gc.collect()
+    gc.freeze()
+    totals = made.session.totals
 
-        def run(arm: str, _: int, made: Stream = made, tokens: int = totals.token_events) -> Figures:
-            took_s = seconds(made, arm, tracings.get(arm))
-            return {"seconds": took_s, "per_second": tokens / took_s}
+    def run(arm: str, _: int) -> Figures:
+        took_s = seconds(made, arm, tracings.get(arm))
+        return {"seconds": took_s, "per_second": totals.token_events / took_s}
 
-        for arm in arms:
-            run(arm, 0)
-        await session.rounds(arms, run, session.options.turns, case=name)
-        decisions = sum(totals.decisions.values()) - totals.decisions["plan"]
-        last[name] = {"decisions": decisions, "reports": totals.reports}
-        least = {arm: min(runs.values(arm, "seconds", name).values()) for arm in arms}
-        for arm in arms:
-            last[name][arm] = {
-                "per_second": runs.median(arm, "per_second", name).rounded(0),
-                "of_without": runs.ratio(arm, WITHOUT, "seconds", name).rounded(3),
-                "of_without_least": round(least[arm] / least[WITHOUT], 3),
-                "of_log": runs.ratio(arm, LOG, "seconds", name).rounded(3),
-            }
+    for arm in arms:
+        run(arm, 0)
+    await session.rounds(arms, run, session.options.turns)
+    last: dict[str, Any] = {"decisions": totals.decisions.total() - totals.decisions["plan"], "reports": totals.reports}
+    for arm in arms:
+        last[arm] = {
+            "per_second": runs.median(arm, "per_second").rounded(0),
+            "of_without": runs.ratio(arm, WITHOUT, "seconds").rounded(3),
+            "of_log": runs.ratio(arm, LOG, "seconds").rounded(3),
+        }
     columns = (Column("seconds", "processor time, s", 3, "ratio"), Column("per_second", "token events per second", 0))
-    session.table("A session", "Streams by the steps that a report has.", columns, WITHOUT)
+    text = f"A stream of {AT_ONCE} requests at once, with reports of up to {MERGED} steps."
+    session.table("A session", text, columns, WITHOUT)
     for tracing in tracings.values():
         tracing.stop()
     pipe.send("")
