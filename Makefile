@@ -204,7 +204,7 @@ bench-cost: $(VENV)/ready ## measure what the agent and the control plane cost
 bench-faults: $(VENV)/ready ## measure throughput during faults and after them
 	$(BIN)/python -m tests.bench.faults $(ARGS)
 
-# ARGS: --pairs, --prompts, --at-once, --input-len, --output-len, --step-ms, --thinking, --save.
+# ARGS: --pairs, --prompts, --at-once, --input-len, --output-len, --step-ms, --stops, --save.
 .PHONY: bench-serve
 bench-serve: $(VENV)/ready ## compare stock and governed servers by vLLM's own client, `vllm bench serve`
 	$(BIN)/python -m tests.bench.serve $(ARGS)

@@ -124,8 +124,8 @@ class Servers:
         command += ["--num-prompts", str(chosen.prompts), "--max-concurrency", str(chosen.at_once)]
         command += ["--save-result", "--result-dir", str(result.parent), "--result-filename", result.name]
         command += ["--seed", str(self._seed)]
-        if chosen.thinking or chosen.stops:
-            more = {"chat_template_kwargs": {"open_think": True}, **(STOPS if chosen.stops else {})}
+        if chosen.stops:
+            more = {"chat_template_kwargs": {"open_think": True}, **STOPS}
             command += ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
             command += ["--extra-body", json.dumps(more)]
         before = ticks_of(pid)
@@ -180,8 +180,7 @@ async def measure(session: Session) -> dict[str, Any]:
             for arm in arms:
                 started.run(arm)
             await session.rounds(arms, started.run, given.pairs, start=start, together=True)
-    sent = "chat requests that think" if given.thinking or given.stops else "completions"
-    sent += " and have stops" * given.stops
+    sent = "chat requests that think and have stops" if given.stops else "completions"
     text = (
         f"Maze model, {given.starts} starts of both servers, {given.pairs} runs of each arm in each, {given.prompts} "
         f"random prompts as {sent}, {given.at_once} at once, steps of {given.step_ms:g} ms."
@@ -209,8 +208,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=int, default=128, help="mean tokens that a request generates")
     add("--range-ratio", type=float, default=0.5, help="largest deviation of a length from its mean, as a share")
     add("--step-ms", type=float, default=10.0, help="least duration of a step, in milliseconds")
-    add("--thinking", action="store_true", help="send chat requests that begin with thinking, not completions")
-    add("--stops", action="store_true", help="the same with stops, and under other policies, too")
+    add("--stops", action="store_true", help="send chats that think and have stops, and under other policies, too")
 
 
 if __name__ == "__main__":
