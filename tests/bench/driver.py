@@ -65,18 +65,13 @@ class Batch:
     """
 
     completions: list[Completion]
-    wall_s: float
     decode_s: float
     probe_tokens: int
     probes: int
-    probes_refused: int
     ends: dict[str, int]
 
     def mean_think_tokens(self) -> float:
         return sum(c.think_tokens for c in self.completions) / len(self.completions)
-
-    def generated_tokens(self) -> int:
-        return sum(len(c.tokens) for c in self.completions)
 
 
 class Engine:
@@ -145,19 +140,15 @@ class Engine:
         instead of the task's. Raises BenchError."""
         self.begin(policy)
         before, busy_s = self.state(), self._busy_s()
-        began_s = time.monotonic()
         finished = self.generate(samples, max_tokens or self.task.max_tokens, budget)
-        wall_s = time.monotonic() - began_s
         after = self.state()
         completions = [self.completion(sample, tuple(finished[sample.name][0])) for sample in samples]
         ends = {name: n for name in sorted(after.ends) if (n := _count(after.ends, name) - _count(before.ends, name))}
         return Batch(
             completions,
-            wall_s,
             self._busy_s() - busy_s + _scheduling_s(after) - _scheduling_s(before),
             after.counters.probe_tokens - before.counters.probe_tokens,
             _count(after.decisions, "probe") - _count(before.decisions, "probe"),
-            _count(after.outcomes, "refused") - _count(before.outcomes, "refused"),
             ends if budget is None else _budget_ends(completions, budget),
         )
 

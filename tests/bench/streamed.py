@@ -76,8 +76,6 @@ class Meter:
 
     steps: int = 0
     kv_peak: float = 0.0
-    kv_sum: float = 0.0
-    waiting_peak: int = 0
     waiting_sum: int = 0
     queries: int = 0
     hits: int = 0
@@ -90,8 +88,6 @@ class Meter:
         if scheduler is not None:
             self.steps += 1
             self.kv_peak = max(self.kv_peak, scheduler.kv_cache_usage)
-            self.kv_sum += scheduler.kv_cache_usage
-            self.waiting_peak = max(self.waiting_peak, scheduler.num_waiting_reqs)
             self.waiting_sum += scheduler.num_waiting_reqs
             self.queries += scheduler.prefix_cache_stats.queries
             self.hits += scheduler.prefix_cache_stats.hits
