@@ -7,14 +7,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
-from meridian.v1 import audit_pb2, audit_pb2_grpc, freeze_pb2, freeze_pb2_grpc, policy_pb2, policy_pb2_grpc
+from meridian.v1 import audit_pb2, freeze_pb2, policy_pb2
 
 from meridian_control.app import assembly
 from meridian_control.app.flags import parser
 from meridian_control.journal.log import DecisionLog
 from meridian_control.storage import database
+from tests.contract.clients import calling
+from tests.contract.control.fleet.test_freeze import order
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -66,13 +67,10 @@ def left_s(engine: LinkedEngine) -> float:
 @pytest.mark.parametrize("jump", [timedelta(hours=-1), timedelta(hours=1), timedelta(days=-400)], ids=str)
 async def test_a_freeze_lasts_as_long_as_it_was_asked_for(store: str, jump: timedelta) -> None:
     """Engines that were connected, that reconnect and that are new are all frozen for what is left of the freeze."""
-    async with served(store) as (parts, target), grpc.aio.insecure_channel(target) as channel:
-        stub = freeze_pb2_grpc.FreezeServiceStub(channel)
-        request = freeze_pb2.FreezeRequest(reason="test")
-        request.duration.FromSeconds(600)
+    async with served(store) as (parts, target), calling(target) as clients:
         with LinkedEngine([target], "old") as old:
             await until(lambda: parts.whole.fleet.connections)
-            made = (await stub.Freeze(request)).freeze
+            made = (await clients.freeze.Freeze(order())).freeze
             await until(old.link.lease.frozen)
             Wall.jump = jump
             before = parts.whole.fleet.connections.copy()
@@ -82,23 +80,23 @@ async def test_a_freeze_lasts_as_long_as_it_was_asked_for(store: str, jump: time
                 await until(new.link.lease.frozen)
                 for engine in (old, new):
                     assert 0 < left_s(engine) <= 600
-                (shown,) = (await stub.ListFreezes(freeze_pb2.ListFreezesRequest())).freezes
+                (shown,) = (await clients.freeze.ListFreezes(freeze_pb2.ListFreezesRequest())).freezes
                 assert shown == made
-                assert [freeze.freeze_id for freeze in (await stub.Thaw(freeze_pb2.ThawRequest())).freezes] == [1]
+                ended = (await clients.freeze.Thaw(freeze_pb2.ThawRequest())).freezes
+                assert [freeze.freeze_id for freeze in ended] == [1]
                 await until(lambda: not (old.link.lease.frozen() or new.link.lease.frozen()))
 
 
 async def test_changes_are_listed_in_the_order_in_which_they_were_made(store: str) -> None:
     jumps = [timedelta(), timedelta(hours=-1), timedelta(hours=2), timedelta(days=-3), timedelta()]
-    async with served(store) as (_, target), grpc.aio.insecure_channel(target) as channel:
-        policies, audit = policy_pb2_grpc.PolicyServiceStub(channel), audit_pb2_grpc.AuditServiceStub(channel)
+    async with served(store) as (_, target), calling(target) as clients:
         for number, jump in enumerate(jumps):
             Wall.jump = jump
             update = policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy(), reason=str(number))
-            await policies.UpdatePolicy(update)
-        records = (await audit.ListAudit(audit_pb2.ListAuditRequest())).records
+            await clients.policy.UpdatePolicy(update)
+        records = (await clients.audit.ListAudit(audit_pb2.ListAuditRequest())).records
         assert [record.reason for record in records] == ["4", "3", "2", "1", "0"]
-        listed = (await policies.ListRevisions(policy_pb2.ListRevisionsRequest())).revisions
+        listed = (await clients.policy.ListRevisions(policy_pb2.ListRevisionsRequest())).revisions
         assert [revision.revision for revision in listed] == [6, 5, 4, 3, 2, 1]
         assert records[2].time.ToDatetime(UTC) > REAL.now(UTC) + timedelta(hours=1), "a record shows the time of day"
 
@@ -119,11 +117,9 @@ async def test_replicas_take_the_time_from_their_database(postgres: Postgres, ap
     address = await asyncio.to_thread(postgres.database)
     async with served(address) as (one, _):
         Wall.jump = apart
-        async with served(address) as (other, target), grpc.aio.insecure_channel(target) as channel:
+        async with served(address) as (other, target), calling(target) as clients:
             assert abs(one.whole.fleet.clock() - other.whole.fleet.clock()) < timedelta(minutes=5)
-            request = freeze_pb2.FreezeRequest(reason="test")
-            request.duration.FromSeconds(600)
-            await freeze_pb2_grpc.FreezeServiceStub(channel).Freeze(request)
+            await clients.freeze.Freeze(order())
             for replica in (one, other):
                 await replica.freezes.look()
                 (freeze,) = replica.whole.fleet.freezes.in_force

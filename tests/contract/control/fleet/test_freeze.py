@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from meridian.v1 import fleet_pb2, freeze_pb2, freeze_pb2_grpc
+from meridian.v1 import fleet_pb2, freeze_pb2
 
 from meridian_control.cli import expected
 from meridian_control.cli import freeze as cli_freeze
@@ -21,19 +21,18 @@ from meridian_control.common.errors import NotFound
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.fleet.freeze_store import FreezeStore
 from meridian_control.storage.database import Database
-from tests.contract.control.app.test_server import Process
+from tests.contract.clients import calling
 from tests.contract.ctl import FAILED, INVALID, OK, run
 from tests.contract.streams import Clock, refusal
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
+    from collections.abc import AsyncIterator
 
     from meridian_control.cli.console import Client
     from tests.contract.streams import Control
-    from tests.postgres import Postgres
+    from tests.replicated import Replicated
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -163,26 +162,20 @@ async def test_two_at_once_have_two_numbers(address: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- stream
 
 
-@asynccontextmanager
-async def freezing(target: str) -> AsyncIterator[freeze_pb2_grpc.FreezeServiceAsyncStub]:
-    async with grpc.aio.insecure_channel(target) as channel:
-        yield freeze_pb2_grpc.FreezeServiceStub(channel)
-
-
 def order(seconds: float = 600, **match: Any) -> freeze_pb2.FreezeRequest:
     request = freeze_pb2.FreezeRequest(match=freeze_pb2.FreezeMatch(**match), reason="test")
     request.duration.FromMilliseconds(int(seconds * 1000))
     return request
 
 
-async def freeze(target: str, seconds: float = 600, **match: Any) -> freeze_pb2.StoredFreeze:
-    async with freezing(target) as stub:
-        return (await stub.Freeze(order(seconds, **match))).freeze
+async def freeze(target: str, seconds: float = 600, **match: Any) -> Any:
+    async with calling(target) as clients:
+        return (await clients.freeze.Freeze(order(seconds, **match))).freeze
 
 
 async def thaw(target: str, freeze_id: int = 0) -> list[int]:
-    async with freezing(target) as stub:
-        return [f.freeze_id for f in (await stub.Thaw(freeze_pb2.ThawRequest(freeze_id=freeze_id))).freezes]
+    async with calling(target) as clients:
+        return [f.freeze_id for f in (await clients.freeze.Thaw(freeze_pb2.ThawRequest(freeze_id=freeze_id))).freezes]
 
 
 def confirmed(control: Control, engine_id: str = "engine") -> bool:
@@ -253,18 +246,6 @@ async def test_frozen_and_thawed(control: Control) -> None:
         assert connection.session.totals.unknown_outcomes == 0
 
 
-async def test_an_idle_engine_confirms_at_once(control: Control) -> None:
-    with LinkedEngine([control.target]) as engine:
-        await until(lambda: control.connected() and control.engine().acked_revision == 1)
-        await freeze(control.target)
-        await until(lambda: confirmed(control))
-        assert engine.link.lease.frozen()
-        await thaw(control.target)
-        await until(lambda: not control.engine().HasField("freeze"))
-        engine.open("a")
-        await engine.steps_until(lambda: engine.caps() == [(0, 600)])
-
-
 async def test_only_what_matches_is_frozen(control: Control) -> None:
     with (
         LinkedEngine([control.target], "one", labels={"zone": "a"}) as one,
@@ -284,11 +265,14 @@ async def test_only_what_matches_is_frozen(control: Control) -> None:
 async def test_an_engine_is_frozen_until_the_last_freeze_ends(control: Control) -> None:
     with LinkedEngine([control.target]) as engine:
         await until(control.connected)
-        await freeze(control.target, 600)
-        await freeze_briefly(control, 1)
-        await until(lambda: list(control.engine().freeze.freeze_ids) == [1] and confirmed(control))
+        await freeze_briefly(control)
+        await until(lambda: not control.engine().HasField("freeze"))
+        assert not engine.link.lease.frozen()
+        long = (await freeze(control.target, 600)).freeze_id
+        await freeze_briefly(control, long)
+        await until(lambda: list(control.engine().freeze.freeze_ids) == [long] and confirmed(control))
         assert engine.link.lease.frozen()
-        await thaw(control.target, 1)
+        await thaw(control.target, long)
         await until(lambda: not engine.link.lease.frozen())
 
 
@@ -309,14 +293,6 @@ async def test_a_freeze_can_be_shortened(control: Control) -> None:
         clock.now = 60.0
         assert not engine.link.lease.frozen()
         await control.start()
-
-
-async def test_time_ends_a_freeze(control: Control) -> None:
-    with LinkedEngine([control.target]) as engine:
-        await until(control.connected)
-        await freeze_briefly(control)
-        await until(lambda: not control.engine().HasField("freeze"))
-        assert not engine.link.lease.frozen()
 
 
 async def test_a_restart_forgets_no_freeze(control: Control) -> None:
@@ -377,12 +353,8 @@ async def test_frozen_by_its_own_environment(control: Control) -> None:
     ],
 )
 async def test_what_cannot_be_asked_for(control: Control, request_: freeze_pb2.FreezeRequest, said: str) -> None:
-    async with freezing(control.target) as stub:
-        assert await refusal(stub.Freeze(request_)) == (grpc.StatusCode.INVALID_ARGUMENT, said)
-        assert await refusal(stub.Thaw(freeze_pb2.ThawRequest(freeze_id=9))) == (
-            grpc.StatusCode.NOT_FOUND,
-            "freeze 9 is not in force",
-        )
+    async with calling(control.target) as clients:
+        assert await refusal(clients.freeze.Freeze(request_)) == (grpc.StatusCode.INVALID_ARGUMENT, said)
 
 
 async def test_meridianctl(control: Control) -> None:
@@ -467,20 +439,8 @@ async def test_meridianctl_refuses_times_it_cannot_read(text: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- replicas
 
 
-@pytest.fixture
-def replicas(tmp_path: Path, postgres: Postgres) -> Iterator[list[Process]]:
-    address, folders = postgres.database(), [tmp_path / str(number) for number in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    processes = [Process(folder, "--store", address) for folder in folders]
-    yield processes
-    for process in processes:
-        process.kill()
-
-
-async def test_a_freeze_reaches_the_engines_of_every_replica(replicas: list[Process]) -> None:
-    one, two = replicas
-    await asyncio.gather(one.started(), two.started())
+async def test_a_freeze_reaches_the_engines_of_every_replica(replicated: Replicated) -> None:
+    one, two = await replicated.pair()
     with LinkedEngine([two.target]) as engine:
         await until(lambda: engine.link.lease.revision == 1)
         await freeze(one.target)
@@ -490,6 +450,5 @@ async def test_a_freeze_reaches_the_engines_of_every_replica(replicas: list[Proc
         await until(lambda: engine.link.lease.connected and engine.link.lease.frozen())
         await thaw(one.target)
         await until(lambda: not engine.link.lease.frozen())
-    for process in replicas:
+    for process in (one, two):
         assert await process.terminate() == 0
-        assert "Traceback" not in process.log()

@@ -20,11 +20,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from meridian.v1 import agent_pb2, policy_pb2, policy_pb2_grpc
+from meridian.v1 import agent_pb2, policy_pb2
 
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
 from meridian_control.storage.database import Database
+from tests.contract.clients import OWN_CONNECTION, calling
 from tests.contract.control.fleet.test_replicas import leased
 from tests.fakes.control import control_plane, kill, utc_now
 from tests.fakes.linked import LinkedEngine, until
@@ -40,7 +41,6 @@ ENGINES = 3
 # Time that servers and links get between two rules.
 PAUSE_S = 0.02
 CONVERGED_S = 20.0
-OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 class Engine(LinkedEngine):
@@ -133,8 +133,8 @@ class DeliveryMachine(RuleBasedStateMachine):
         lease_ms, name = 1000 + self.number, f"{self.number}"
         message = policy_pb2.UpdatePolicyRequest(policy=leased(lease_ms), request_id=name)
         with suppress(grpc.aio.AioRpcError):
-            async with grpc.aio.insecure_channel(replica.target, OWN_CONNECTION) as channel:
-                answer = await policy_pb2_grpc.PolicyServiceStub(channel).UpdatePolicy(message, timeout=120)
+            async with calling(replica.target, OWN_CONNECTION) as clients:
+                answer = await clients.policy.UpdatePolicy(message, timeout=120)
                 assert self.acknowledged.setdefault(answer.revision.revision, lease_ms) == lease_ms
 
     async def _writes(self, which: list[int]) -> None:
