@@ -318,6 +318,7 @@ async def test_a_checked_start(control: Control) -> None:
     assert changes == [("fallback.lease_ms", "5000", "6000"), ("engine.max_num_active_seqs", "0", "2")]
     assert (checked.rollout.rollout_id, checked.rollout.stable_revision, checked.rollout.author) == (0, 1, "ann")
     assert (await refusal(control.get()))[0] is grpc.StatusCode.NOT_FOUND
+    assert (await refusal(control.begin(CANARY, etag="stale")))[0] is grpc.StatusCode.ABORTED
     done = await control.stub.StartRollout(starting(CANARY, author="ann", request_id="a"))
     assert done.changes == checked.changes
     assert await control.stub.StartRollout(starting(CANARY, author="ann", request_id="a", etag="stale")) == done

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import text
 
-from meridian_control.common.errors import EtagMismatch, InvalidRequest, NotFound, RolloutActive, StoreUnavailable
+from meridian_control.common.errors import InvalidRequest, NotFound, RolloutActive, StoreUnavailable
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.rollout import transitions as rules
@@ -70,39 +70,6 @@ async def test_the_candidate_is_stored_and_not_in_force(address: str) -> None:
         assert await store.active() == await store.get(1) == await store.get(0) == made
 
 
-async def test_nothing_is_appended_meanwhile(address: str) -> None:
-    async with opened(address) as store:
-        await start(store)
-        for attempt in (append(store.policies), start(store), store.policies.check("")):
-            with pytest.raises(RolloutActive, match=r"^rollout 1 is active: abort it, or wait until it ends$"):
-                await attempt
-        assert len(await store.policies.history(9)) == 2
-
-
-async def test_completed(address: str) -> None:
-    async with opened(address) as store:
-        made = await start(store)
-        await store.change(made, lambda r: r.model_copy(update={"state": State.COMPLETED}))
-        assert await store.active() is None
-        assert await in_force(store) == (2, NEW)
-        assert (await append(store.policies, OLD)).revision == 3
-        again = await start(store)
-        assert (again.rollout_id, again.stable_revision, again.candidate_revision) == (2, 3, 4)
-        assert [rollout.rollout_id for rollout in await store.history(9)] == [2, 1]
-        assert [rollout.rollout_id for rollout in await store.history(9, before=2)] == [1]
-
-
-async def test_what_is_taken_back_is_stored_anew(address: str) -> None:
-    async with opened(address) as store:
-        aborted = await store.change(await start(store), lambda r: rules.abort(r, By(NOW, "eve", "no good")))
-        assert (aborted.state, aborted.rollback_revision) == (State.ABORTED, 3)
-        assert await in_force(store) == (3, OLD)
-        back = await store.policies.get(3)
-        assert (back.author, back.reason) == ("eve", "rollout 1 aborted: no good")
-        assert await store.get(1) == aborted
-        assert await store.active() is None
-
-
 async def test_a_change_is_made_to_what_is_stored(address: str) -> None:
     async with opened(address) as one, opened(address) as two:
         made = await start(one)
@@ -148,15 +115,6 @@ async def test_a_request_id_starts_once(address: str) -> None:
                 await start(store, plan, policy, by=by)
         await store.change(made, lambda r: rules.abort(r, BY))
         assert (await start(store, by=by)).state is State.ABORTED
-
-
-async def test_etag(address: str) -> None:
-    async with opened(address) as store:
-        with pytest.raises(EtagMismatch):
-            await start(store, etag="stale")
-        current = await store.policies.current()
-        assert current is not None
-        assert (await start(store, etag=current.etag)).rollout_id == 1
 
 
 async def test_not_found(address: str) -> None:
