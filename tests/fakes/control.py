@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from meridian_control.app.assembly import Parts, build
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.peers import Peers
 from meridian_control.fleet.whole_fleet import WholeFleet
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from meridian_control.fleet.membership import Replica
     from meridian_control.policy.store import PolicyStore
     from meridian_control.server.rate_limits import CallLimits
     from meridian_control.server.roles import Access
@@ -42,6 +45,16 @@ async def kill(parts: Parts) -> None:
     await parts.server._server.stop(None)
     await parts.gate.settle()
     await parts.whole.fleet.tasks.settle()
+
+
+@asynccontextmanager
+async def asking(live: list[Replica]) -> AsyncIterator[WholeFleet]:
+    """Yield the fleet as a replica without engines knows it, which leads and asks the replicas in `live`."""
+    peers = Peers(lambda: live, ClientCredentials())
+    try:
+        yield WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", peers, lambda: True)
+    finally:
+        await peers.close()
 
 
 class Startable(Protocol):

@@ -12,15 +12,11 @@ import grpc
 import pytest
 from meridian.v1 import fleet_pb2
 
-from meridian_control.capabilities.listed import CAPABILITIES
-from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.fleet import peers, whole_fleet
-from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import Peers
-from meridian_control.fleet.whole_fleet import WholeFleet
-from tests.fakes.control import utc_now
+from tests.fakes.control import asking
 from tests.fakes.linked import LinkedEngine, until
 from tests.replicated import CONNECTED, Replicated, client
 
@@ -142,11 +138,9 @@ async def test_a_question_has_one_time_limit_for_all_pages(
     handler.answers, handler.page_s = {"ListEngines": page.SerializeToString()}, 0.05
     for module in (peers, whole_fleet):
         monkeypatch.setattr(module, "CALL_TIMEOUT_S", 0.5)
-    made = Peers(lambda: [Replica(NAME, address)], ClientCredentials())
-    whole = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", made, lambda: True)
-    assert await asyncio.wait_for(whole.engines(), 60) == ([], [NAME])
+    async with asking([Replica(NAME, address)]) as whole:
+        assert await asyncio.wait_for(whole.engines(), 60) == ([], [NAME])
     assert handler.asked["ListEngines"] > 1
-    await made.close()
 
 
 async def test_an_answer_does_not_wait_for_the_reason_why_a_replica_is_silent(
@@ -163,12 +157,10 @@ async def test_an_answer_does_not_wait_for_the_reason_why_a_replica_is_silent(
 
     monkeypatch.setattr(Peers, "_why", why)
     monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 0.1)
-    made = Peers(lambda: [Replica(NAME, address)], ClientCredentials())
-    whole = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", made, lambda: True)
-    assert await asyncio.wait_for(whole.engines(), 60) == ([], [NAME])
-    await looked.wait()
-    found.set()
-    await made.close()
+    async with asking([Replica(NAME, address)]) as whole:
+        assert await asyncio.wait_for(whole.engines(), 60) == ([], [NAME])
+        await looked.wait()
+        found.set()
 
 
 async def test_engines_are_shown_although_their_requests_are_late(
@@ -181,10 +173,8 @@ async def test_engines_are_shown_although_their_requests_are_late(
     handler.late = {"ListRequests"}
     for module in (peers, whole_fleet):
         monkeypatch.setattr(module, "CALL_TIMEOUT_S", 4.0)
-    made = Peers(lambda: [Replica(NAME, address)], ClientCredentials())
-    whole = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", made, lambda: True)
-    assert await whole.engines() == ([engine], [])
-    for _ in range(2):
-        state = await asyncio.wait_for(whole.state(), 60)
-        assert ([e.engine_id for e in state.engines], list(state.unreachable_replicas)) == (["there"], [NAME])
-    await made.close()
+    async with asking([Replica(NAME, address)]) as whole:
+        assert await whole.engines() == ([engine], [])
+        for _ in range(2):
+            state = await asyncio.wait_for(whole.state(), 60)
+            assert ([e.engine_id for e in state.engines], list(state.unreachable_replicas)) == (["there"], [NAME])

@@ -13,18 +13,13 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 
-from meridian_control.capabilities.listed import CAPABILITIES
-from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.fleet import departed, whole_fleet
-from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.membership import FORGET_S, LEASE_S, Replica
-from meridian_control.fleet.peers import Peers
-from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy import formats
 from tests.contract.control.fleet.test_handovers import continued, opened
 from tests.contract.control.fleet.test_replicas import leased
 from tests.contract.raw_engine import RawEngine
-from tests.fakes.control import utc_now
+from tests.fakes.control import asking
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import BUSY
 from tests.replicated import CONNECTED, Client, Replicated, client, until_answer
@@ -32,6 +27,8 @@ from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, 
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from meridian_control.fleet.whole_fleet import WholeFleet
 
 
 async def test_any_replica_answers_for_all_and_tells_of_every_request(replicated: Replicated) -> None:
@@ -224,9 +221,8 @@ async def leader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[WholeFl
     # On a busy machine much time may pass between two questions.
     monkeypatch.setattr(whole_fleet, "FORGET_S", 3600.0)
     others: list[Replica] = []
-    peers = Peers(lambda: others, ClientCredentials())
-    yield WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "leads", peers, lambda: True), others
-    await peers.close()
+    async with asking(others) as whole:
+        yield whole, others
 
 
 @pytest.mark.usefixtures("_patient")

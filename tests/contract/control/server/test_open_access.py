@@ -33,7 +33,7 @@ from tests.certificates import Authority
 from tests.contract.clients import OWN_CONNECTION, Clients, calling
 from tests.contract.raw_engine import RawEngine
 from tests.contract.secured import DENIED, METHODS, code_of
-from tests.fakes.control import control_plane, utc_now
+from tests.fakes.control import asking, control_plane, utc_now
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -140,16 +140,14 @@ async def test_a_replica_on_another_host_answers_and_says_why_it_does_not_record
 ) -> None:
     """Reading from the replica needs no role. A recording names the replica as unreachable, and the log has the reason
     once."""
-    async with opened(tmp_path, Access()) as running:
-        other = Replica("other", f"{elsewhere()}:{running.port}")
-        peers = Peers(lambda: [other], ClientCredentials())
-        whole = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", peers, lambda: True)
+    async with (
+        opened(tmp_path, Access()) as running,
+        asking([Replica("other", f"{elsewhere()}:{running.port}")]) as whole,
+    ):
         assert await whole.engines() == ([], [])
-        async with whole.recording("", local_only=False) as recording:
-            await until(lambda: recording.unreachable == ["other"])
-        async with whole.recording("", local_only=False) as recording:
-            await until(lambda: recording.unreachable == ["other"])
-        await peers.close()
+        for _ in range(2):
+            async with whole.recording("", local_only=False) as recording:
+                await until(lambda recording=recording: recording.unreachable == ["other"])  # type: ignore[misc]
     (line,) = denials(caplog)
     assert line.startswith(
         "replica other does not record: StatusCode.PERMISSION_DENIED: FleetService/RecordTrace is for"
