@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 SICK = "sick"
 STEP = agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, steps=1))
 SNAPSHOT = agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=1))
+REPORT = (Intake, "take_report", STEP)
+# Errors that could be taken for those of a caller.
+OURS = (ValueError, KeyError)
 
 
 def breaking(original: Callable[..., Any], error: type[Exception], is_sick: Callable[[Any], bool]) -> Any:
@@ -53,11 +56,12 @@ def only_first() -> Callable[[Any], bool]:
     return is_first
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError])
 @pytest.mark.parametrize(
-    "bug",
-    [(Intake, "take_report", STEP), (Intake, "begin_anew", SNAPSHOT), (Order, "reported", STEP)],
-    ids=["report", "snapshot", "decision"],
+    ("bug", "error"),
+    [
+        *((REPORT, error) for error in (ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError)),
+        *((bug, error) for bug in ((Intake, "begin_anew", SNAPSHOT), (Order, "reported", STEP)) for error in OURS),
+    ],
 )
 async def test_a_bug_of_ours_is_no_fault_of_the_agent(
     control: Control,

@@ -208,8 +208,7 @@ async def test_a_killed_recorder_changes_nothing(control: Control) -> None:
 async def test_a_slow_recorder_is_dropped_and_told(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "QUEUE_RECORDS", 100)
     with LinkedEngine([control.target]) as engine:
-        for number in range(50):
-            engine.open(f"r{number}")
+        engine.open("long")
         await engine.steps_until(engine.caps)
         async with Recorder(control) as slow:
             (first,) = control.fleet.recordings
@@ -218,7 +217,12 @@ async def test_a_slow_recorder_is_dropped_and_told(control: Control, monkeypatch
                 reading = asyncio.create_task(quick.rest())
 
                 async def step_on() -> None:
-                    """Make a step, and wait while so much is under way that the quick client would be too slow."""
+                    """Make a step, and wait while so much is under way that the quick client would be too slow.
+
+                    Each step ends a request and opens one with long texts, which soon fill what the transport takes.
+                    """
+                    engine.engine.abort("long")
+                    engine.open("long", tenant="t" * 900, effort="e" * 900)
                     engine.step()
                     await asyncio.sleep(0.002)
                     await until(lambda: engine.engine.step - control.engine().step < 60 and len(second._waiting) < 30)

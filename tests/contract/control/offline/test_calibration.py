@@ -211,7 +211,7 @@ def test_a_group_lies_in_one_half_and_every_split_is_another(tmp_path: Path) -> 
 
 def test_intervals_and_bounds_count_groups_and_not_requests(tmp_path: Path) -> None:
     """If all requests of a group are the same, more of them give no more certainty; as single requests they would."""
-    few, copies = made(30), 6
+    few, copies = made(30), 4
     many = [replace(request, request_id=f"{request.request_id}-{n}") for request in few for n in range(copies)]
     names = [f"problem {n // copies}" for n in range(len(many))]
     together = calibrate(grouped(tmp_path / "groups", many, names), GOAL)
