@@ -4,6 +4,7 @@ import asyncio
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -169,13 +170,6 @@ async def test_what_replicas_do_not_say_is_missing(control: Control, file: Path)
     assert (result.exit_code, result.stderr) == (FAILED, missing), "engines of unreachable replicas may lag behind"
 
 
-async def test_wait_names_those_that_lag_beside_those_that_refused(control: Control, file: Path) -> None:
-    await control("policy", "apply", "-f", file)
-    control.fleet.engines = [engine("a", 0), engine("b", 0, nack_error="no")]
-    result = await control("wait", "--revision", 1)
-    assert (result.exit_code, result.stderr) == (FAILED, "b refused: no\na is at revision 0\n")
-
-
 async def test_wait_ignores_the_refusal_of_an_older_revision(control: Control, file: Path) -> None:
     await control("policy", "apply", "-f", file)
     await control("policy", "set", "fallback.lease_ms=600")
@@ -204,15 +198,16 @@ LOST = "b is lost: its stream broke off, and it has not come back\n"
         (("a", "b!"), ("--engines", "2"), FAILED, "1 engines are connected, of at least 2\nb has left\n"),
         # An engine that has shut down is not expected back.
         (("a", "b-"), (), OK, "revision 1 is applied on all 1 connected engines\n"),
+        (("a<", "b?"), ("--revision", "1"), FAILED, "b refused: no\na is at revision 0\n"),
     ],
 )
 async def test_wait_for_engines_that_are_not_there(
     control: Control, file: Path, *, engines: tuple[str, ...], options: tuple[str, ...], code: int, said: str
 ) -> None:
-    """b! is an engine whose stream broke off, and b- one that has shut down."""
+    """b! is an engine whose stream broke off, b- one that has shut down, a< one that lags, and b? one that refuses."""
     await control("policy", "apply", "-f", file)
-    gone = {"": CONNECTED, "!": 0, "-": 0}
-    control.fleet.engines = [engine(e[0], 1, state=gone[e[1:]], lost=e[1:] == "!") for e in engines]
+    fields: dict[str, dict[str, Any]] = {"!": {"state": 0, "lost": True}, "-": {"state": 0}, "?": {"nack_error": "no"}}
+    control.fleet.engines = [engine(e[0], int(e[-1] not in "<?"), **fields.get(e[1:], {})) for e in engines]
     result = await control("wait", "--timeout", 0, *options)
     assert (result.exit_code, result.stdout + result.stderr) == (code, said)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from meridian.v1 import policy_pb2, policy_pb2_grpc
+from meridian.v1 import policy_pb2
 from typer.testing import Result
 
 from meridian_control import __version__
@@ -15,6 +15,7 @@ from meridian_control.policy.diff import diff
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import Policy
 from meridian_control.policy.model_families import model_families
+from tests.contract.clients import calling
 from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, Control, run
 
 
@@ -99,12 +100,6 @@ async def test_bad_fields_are_named_and_nothing_is_set(
     assert await values(control) == before
 
 
-async def test_set_needs_a_policy_in_force(control: Control) -> None:
-    result = await control("policy", "set", "scheduler.max_think_tokens=3")
-    assert (result.exit_code, result.stdout) == (FAILED, "")
-    assert result.stderr.startswith("there is no policy in force to change")
-
-
 async def test_an_empty_file_is_an_error(control: Control, file: Path) -> None:
     """A pipe whose first program fails must not bring back the defaults."""
     await control("policy", "apply", "-f", file)
@@ -123,10 +118,20 @@ async def test_a_policy_comes_from_standard_input(control: Control) -> None:
     assert ("fallback.lease_ms", "500") in await values(control)
 
 
-async def test_get_before_anything_is_stored(control: Control) -> None:
-    result = await control("policy", "get")
-    assert (result.exit_code, result.stdout) == (FAILED, "")
-    assert result.stderr == "NOT_FOUND: no policy is stored yet\n"
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("policy set scheduler.max_think_tokens=3", FAILED, "there is no policy in force to change"),
+        ("policy get", FAILED, "NOT_FOUND: no policy is stored yet\n"),
+        ("policy apply -f /no.toml", INVALID, "/no.toml: cannot be read: No such file or directory\n"),
+        ("policy apply", INVALID, "Usage: "),
+        ("engines -o xml", INVALID, "Usage: "),
+    ],
+)
+async def test_refusals_before_anything_is_stored(control: Control, command: str, code: int, said: str) -> None:
+    result = await control(*command.split())
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.startswith(said)
 
 
 async def got(policy: policy_pb2.Policy) -> Any:
@@ -226,20 +231,14 @@ async def test_validate_needs_no_server(file: Path) -> None:
     assert (result.exit_code, result.stdout) == (OK, f"{file}: valid\n")
 
 
-async def test_missing_file(control: Control, tmp_path: Path) -> None:
-    result = await control("policy", "apply", "-f", tmp_path / "no.toml")
-    assert result.exit_code == INVALID
-    assert result.stderr == f"{tmp_path / 'no.toml'}: cannot be read: No such file or directory\n"
-
-
 async def test_violations_from_the_server_print_one_line_each(control: Control) -> None:
     policy = policy_pb2.Policy()
     policy.entropy.ema_alpha = 1.5
     policy.fallback.lease_ms = 1
     request = policy_pb2.UpdatePolicyRequest(policy=policy)
-    async with grpc.aio.insecure_channel(control.address) as channel:
+    async with calling(control.address) as clients:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await policy_pb2_grpc.PolicyServiceStub(channel).UpdatePolicy(request)
+            await clients.policy.UpdatePolicy(request)
     assert error_lines(caught.value) == [
         "entropy.ema_alpha must be in (0, 1]; got 1.5",
         "fallback.lease_ms must be in [100, 86400000]; got 1",
@@ -254,11 +253,6 @@ async def test_unreachable(command: str) -> None:
     assert (result.exit_code, result.stdout.strip()) == (UNREACHABLE, "")
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("UNAVAILABLE: ")
-
-
-async def test_usage_error(control: Control) -> None:
-    assert (await control("policy", "apply")).exit_code == INVALID
-    assert (await control("engines", "-o", "xml")).exit_code == INVALID
 
 
 @pytest.mark.parametrize(
