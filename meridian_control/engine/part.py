@@ -8,7 +8,7 @@ object belongs to one session.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from weakref import proxy
 
 from meridian.v1 import agent_pb2
@@ -284,30 +284,6 @@ PartMaker: TypeAlias = "Callable[[Stream], Part | None]"
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-Given = TypeVarTuple("Given")
-
-
-def _plain(method: Callable[[Part, *Given], None]) -> Callable[[Parts, *Given], None]:
-    name = method.__name__
-
-    def call(parts: Parts, *given: *Given) -> None:
-        for own in parts.methods[name]:
-            own(*given)
-
-    return call
-
-
-def _sliced(method: Callable[[Part, *Given], Sliced[None] | None]) -> Callable[[Parts, *Given], Sliced[None]]:
-    name = method.__name__
-
-    def call(parts: Parts, *given: *Given) -> Sliced[None]:
-        for own in parts.methods[name]:
-            if (work := own(*given)) is not None:
-                yield from work
-
-    return call
-
-
 class Parts:
     """The parts of one stream in the order in which they decide. A part's method is called only if it has one.
 
@@ -315,19 +291,28 @@ class Parts:
     references the table of a stream that ends is freed at once, and not only by the next full look for garbage.
     """
 
-    policy_begins, policy_changed = _plain(Part.policy_begins), _plain(Part.policy_changed)
-    revise, shortened, rest = _plain(Part.revise), _plain(Part.shortened), _plain(Part.rest)
-    snapshot_begins, snapshot_ends = _sliced(Part.snapshot_begins), _sliced(Part.snapshot_ends)
-    report_begins, opened, probed = _sliced(Part.report_begins), _plain(Part.opened), _plain(Part.probed)
-    reported, ends, thinking_ended = _sliced(Part.reported), _sliced(Part.ends), _plain(Part.thinking_ended)
-    closed, decide, stream_ended = _plain(Part.closed), _sliced(Part.decide), _plain(Part.stream_ended)
-
     def __init__(self, stream: Stream, makers: Iterable[PartMaker]) -> None:
         weak: Stream = proxy(stream)
         self.all = [part for make in makers if (part := make(weak)) is not None]
-        # By name, the methods of those parts that have it.
-        names = [name for name in vars(Part) if not name.startswith("_")]
-        self.methods = {name: [getattr(part, name) for part in having(self.all, Part, name)] for name in names}
+        self._policy_begins = self._having("policy_begins")
+        self._policy_changed = self._having("policy_changed")
+        self._revise = self._having("revise")
+        self._shortened = self._having("shortened")
+        self._rest = self._having("rest")
+        self._snapshot_begins = self._having("snapshot_begins")
+        self._snapshot_ends = self._having("snapshot_ends")
+        self._report_begins = self._having("report_begins")
+        self._opened = self._having("opened")
+        self._probed = self._having("probed")
+        self._reported = self._having("reported")
+        self._ends = self._having("ends")
+        self._thinking_ended = self._having("thinking_ended")
+        self._closed = self._having("closed")
+        self._decide = self._having("decide")
+        self._stream_ended = self._having("stream_ended")
+
+    def _having(self, method: str) -> list[Part]:
+        return having(self.all, Part, method)
 
     def of(self, kind: type[AnyPart]) -> AnyPart:
         """Return the part of this class. Raises LookupError if the stream has none."""
@@ -335,6 +320,76 @@ class Parts:
             if isinstance(part, kind):
                 return part
         raise LookupError(f"the stream has no {kind.__name__}")
+
+    def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
+        for part in self._policy_begins:
+            part.policy_begins(revision, policy, now)
+
+    def policy_changed(self, now: datetime) -> None:
+        for part in self._policy_changed:
+            part.policy_changed(now)
+
+    def revise(self) -> None:
+        for part in self._revise:
+            part.revise()
+
+    def shortened(self) -> None:
+        for part in self._shortened:
+            part.shortened()
+
+    def rest(self, now: datetime) -> None:
+        for part in self._rest:
+            part.rest(now)
+
+    def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> Sliced[None]:
+        for part in self._snapshot_begins:
+            if (work := part.snapshot_begins(snapshot)) is not None:
+                yield from work
+
+    def snapshot_ends(self, now: datetime) -> Sliced[None]:
+        for part in self._snapshot_ends:
+            if (work := part.snapshot_ends(now)) is not None:
+                yield from work
+
+    def report_begins(self, now: datetime, decides: bool) -> Sliced[None]:
+        for part in self._report_begins:
+            if (work := part.report_begins(now, decides)) is not None:
+                yield from work
+
+    def opened(self, slots: Sequence[int]) -> None:
+        for part in self._opened:
+            part.opened(slots)
+
+    def probed(self, results: Sequence[ProbeResult]) -> None:
+        for part in self._probed:
+            part.probed(results)
+
+    def reported(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
+        for part in self._reported:
+            if (work := part.reported(report, now)) is not None:
+                yield from work
+
+    def ends(self, turn: Turn) -> Sliced[None]:
+        for part in self._ends:
+            if (work := part.ends(turn)) is not None:
+                yield from work
+
+    def thinking_ended(self, ends: Sequence[tuple[int, str]]) -> None:
+        for part in self._thinking_ended:
+            part.thinking_ended(ends)
+
+    def closed(self, rows: Sequence[agent_pb2.RequestClosed], governed: bool) -> None:
+        for part in self._closed:
+            part.closed(rows, governed)
+
+    def decide(self, turn: Turn) -> Sliced[None]:
+        for part in self._decide:
+            if (work := part.decide(turn)) is not None:
+                yield from work
+
+    def stream_ended(self, now: datetime, followed: bool) -> None:
+        for part in self._stream_ended:
+            part.stream_ended(now, followed)
 
 
 @dataclass(frozen=True)
