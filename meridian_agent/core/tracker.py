@@ -49,9 +49,9 @@ class Tracker:
         # Cap of new requests, and the answer reserves (0 for none) of new completions and of new chats.
         self.default_cap: int | None = None
         self.default_reserves = 0, 0
-        # Share of new requests that are measured, a fraction; the largest number of them in a row; and how many of such
-        # a cluster are still to come.
-        self._measured_share, self._cluster_requests, self._cluster_left = 1.0, 1, 0
+        # Share of new requests that are measured, a fraction; the largest number of them in a row, 0 for single ones;
+        # and how many of such a cluster are still to come.
+        self._measured_share, self._cluster_requests, self._cluster_left = 1.0, 0, 0
         self.by_id: dict[str, LiveRequest] = {}
         self.by_slot: dict[int, LiveRequest] = {}
         # Ended requests with an eviction tier, while a KV connector keeps their blocks.
@@ -124,9 +124,10 @@ class Tracker:
         after.feed(tokens[-1], self.markers)
         return state if after.phase is Phase.THINK else None
 
-    def measure(self, share: float, cluster_requests: int = 1) -> list[LiveRequest]:
-        """Measure this share of new requests, a fraction, up to so many in a row. From 1 on, return the live requests
-        that are not measured yet: `begin_to_measure` is to be called for each, once its tokens have been read."""
+    def measure(self, share: float, cluster_requests: int = 0) -> list[LiveRequest]:
+        """Measure this share of new requests, a fraction, up to so many in a row, 0 for single ones. From 1 on, return
+        the live requests that are not measured yet: `begin_to_measure` is to be called for each, once its tokens have
+        been read."""
         self._measured_share, self._cluster_requests, self._cluster_left = share, cluster_requests, 0
         return [live for live in self.by_id.values() if not live.measured] if self.measures_all else []
 

@@ -134,8 +134,8 @@ class Agent:
         self.observe_entropy = settings.observe_entropy
         self._asking.flags = self.facts.sentences.may_end if settings.only_sentence_ends else b""
         share = settings.measured_share if settings.HasField("measured_share") else 1.0
-        cluster = max(1, settings.measured_cluster_requests)
-        unmeasured = self.tracker.measure(share if settings.observe_entropy else 0.0, cluster)
+        share = share if settings.observe_entropy else 0.0
+        unmeasured = self.tracker.measure(share, settings.measured_cluster_requests)
         self._adoption.extend(live.ref for live in unmeasured)
         self.tracker.loops.obey(settings.find_loops, settings.merge_loops)
         self.facts.limits.obey(settings)
