@@ -25,10 +25,15 @@ def split_address(address: str) -> tuple[str, int]:
 
 def is_loopback(host: str) -> bool:
     """Return whether a name or an IP address stands for this machine and only programs on it can reach it."""
+    return host == "localhost" or is_loopback_address(host)
+
+
+def is_loopback_address(text: str) -> bool:
+    """Return whether a text is an IP address that only programs on this machine can reach."""
     try:
-        address = ipaddress.ip_address(host)
+        address = ipaddress.ip_address(text)
     except ValueError:
-        return host == "localhost"
+        return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
 

@@ -28,7 +28,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from meridian_control.common.addresses import is_loopback
+from meridian_control.common.addresses import is_loopback_address
 from meridian_control.common.errors import HostOnly, PermissionDenied, Unauthenticated
 from meridian_control.common.reloading_file import Reloaded
 from meridian_control.server.bearer_tokens import Tokens
@@ -184,9 +184,8 @@ def on_this_host(peer: str) -> bool:
     address to callers from other hosts.
     """
     kind, _, rest = peer.partition(":")
-    host = unquote(rest).rpartition(":")[0].strip("[]")
-    # gRPC writes addresses, so a peer with a name is not what it seems.
-    return kind in ("unix", "unix-abstract") or (host != "localhost" and is_loopback(host))
+    address = unquote(rest).rpartition(":")[0].strip("[]")
+    return kind in ("unix", "unix-abstract") or is_loopback_address(address)
 
 
 # ---------------------------------------------------------------------------------------------------- the access file
