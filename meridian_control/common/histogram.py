@@ -46,6 +46,13 @@ class Histogram:
         self._waiting: list[NDArray[np.float64] | NDArray[np.int64]] = []
         self._number = 0
 
+    @classmethod
+    def of(cls, message: fleet_pb2.Histogram) -> Histogram:
+        """Return the histogram of a message."""
+        histogram = cls(message.bounds)
+        histogram.add_counts(np.array(message.counts, np.int64), message.sum)
+        return histogram
+
     @property
     def counts(self) -> NDArray[np.int64]:
         """The number of observations in each bucket, [bounds + 1]."""

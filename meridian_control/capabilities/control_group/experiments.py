@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import deque
-from operator import add
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.common.histogram import ANSWER_BOUNDS, answer_histogram
+from meridian_control.common.histogram import ANSWER_BOUNDS, Histogram, answer_histogram
 from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.think_ends import CUT, EMPTY_ANSWER, FINISHED
 from meridian_control.policy.drift_schema import SIGNALS, bin_of
@@ -253,9 +252,9 @@ def _add_ends(whole: _Counts, part: _Counts) -> None:
             ours.CopyFrom(others)
         elif ours.answer_tokens.bounds == others.answer_tokens.bounds:
             _add(ours, others, END_COUNTS)
-            tokens = ours.answer_tokens
-            tokens.counts[:] = map(add, tokens.counts, others.answer_tokens.counts)
-            tokens.sum += others.answer_tokens.sum
+            tokens = Histogram.of(ours.answer_tokens)
+            tokens += Histogram.of(others.answer_tokens)
+            ours.answer_tokens.CopyFrom(tokens.message())
 
 
 def _count_end(

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from meridian_control.common.histogram import Histogram
 from meridian_control.common.inference import share_difference
 
@@ -29,20 +27,14 @@ def estimate(savings: fleet_pb2.Savings, min_ends: int) -> None:
     forced, natural = savings.forced_ends, savings.natural_ends
     if min(forced.ends, natural.ends) < min_ends:
         return
-    usual = _histogram(natural.answer_tokens)
+    usual = Histogram.of(natural.answer_tokens)
     limit = usual.upper_quantile(USUAL_SHARE)
     savings.long_answer_tokens = int(limit)
     for side in (forced, natural):
-        side.long_answers = _histogram(side.answer_tokens).above(limit)
+        side.long_answers = Histogram.of(side.answer_tokens).above(limit)
     for interval, more in ((savings.long_answers, 0), (savings.spills, 1)):
         first, second = ((side.long_answers + more * side.reentries, side.ends) for side in (forced, natural))
         set_range(interval, share_difference(first, second, CONFIDENCE))
-
-
-def _histogram(message: fleet_pb2.Histogram) -> Histogram:
-    histogram = Histogram(message.bounds)
-    histogram.add_counts(np.array(message.counts, np.int64), message.sum)
-    return histogram
 
 
 def set_range(message: fleet_pb2.Range, estimated: Estimate | None) -> None:
