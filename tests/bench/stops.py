@@ -57,15 +57,7 @@ def main() -> None:
         return run
 
     names = [f"r{number}" for number in range(REQUESTS)]
-    thinking = SimpleNamespace(
-        ref=SimpleNamespace(sampling_params=params),
-        info=SimpleNamespace(answer_only_stops=None, chat=True),
-        state=PhaseState(Phase.THINK),
-    )
-    tracker: Any = SimpleNamespace(by_id=dict.fromkeys(names, thinking), markers=Markers(((4,),), ((5,),)))
-    core = AnswerOnlyStops(tracker)
-    core.requests = "chat"
-    core.with_strings = dict.fromkeys(names, (False, "", None))
+    core = stops_of_thinking(names, params)
     encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
 
     def engine_core(is_governed: bool) -> Callable[[], None]:
@@ -94,6 +86,20 @@ def main() -> None:
         "stop_tokens": (scheduler(STOP_TOKENS), scheduler(sleeping), TOKENS),
     }
     print(json.dumps({name: measured(*part) for name, part in parts.items()}))
+
+
+def stops_of_thinking(names: list[str], params: Any) -> AnswerOnlyStops:
+    """Return the engine core's part for chats that think. params: the SamplingParams of each."""
+    thinking = SimpleNamespace(
+        ref=SimpleNamespace(sampling_params=params),
+        info=SimpleNamespace(answer_only_stops=None, chat=True),
+        state=PhaseState(Phase.THINK),
+    )
+    tracker: Any = SimpleNamespace(by_id=dict.fromkeys(names, thinking), markers=Markers(((4,),), ((5,),)))
+    core = AnswerOnlyStops(tracker)
+    core.requests = "chat"
+    core.with_strings = dict.fromkeys(names, (False, "", None))
+    return core
 
 
 def measured(stock: Callable[[], None], governed: Callable[[], None], tokens: int) -> dict[str, Any]:
