@@ -33,6 +33,10 @@ def _namer(names: dict[int, str]) -> Callable[[int], str]:
     return lambda number: names.get(number, "unknown")
 
 
-outcome_name, reason_name, phase_name = map(_namer, (OUTCOMES, REASONS, PHASES))
-state_name, stage_name, tier_name = map(_namer, (STATES, BUDGET_STAGES, EVICTION_TIERS))
+outcome_name = _namer(OUTCOMES)
+reason_name = _namer(REASONS)
+phase_name = _namer(PHASES)
+state_name = _namer(STATES)
 entropy_backend_name = _namer(ENTROPY_BACKENDS)
+stage_name = _namer(BUDGET_STAGES)
+tier_name = _namer(EVICTION_TIERS)

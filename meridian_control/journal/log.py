@@ -157,9 +157,9 @@ class DecisionLog:
             self.events -= life.weight + len(life.events)
             life.is_live = False
             # A life and its decisions refer to each other, so that only the garbage collector would free them.
-            events, life.events = life.events, []
-            for event in events:
+            for event in life.events:
                 _let_go(event)
+            life.events.clear()
 
     def lives(self) -> list[Life]:
         """Return all lives, those that are over first."""

@@ -56,7 +56,7 @@ class Seen(Protocol):
 
 
 class Detail:
-    """What a capability adds to a decision in the log; it leaves out what it does not have.
+    """The detail that a capability adds to a decision in the log. A capability overrides only what it has.
 
     ref: reference under which other lives belong to the decision's life, too; empty for none.
     """
@@ -73,8 +73,8 @@ class Detail:
 
 
 class Shortening(NamedTuple):
-    """The entry of the policy that shortens a request: its section and its name. Beside it the request's stage, and the
-    request's policy without the entry."""
+    """The shortening of a request by an entry of the policy. section, name: those of the entry. stage: the request's
+    stage. without: the request's policy without the entry."""
 
     section: str
     name: str

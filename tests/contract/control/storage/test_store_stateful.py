@@ -71,7 +71,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert request_id
             else:
                 assert isinstance(result, StoreUnavailable), result
-        # Of the calls with one etag one wins; a repeated call needs none, and there is none before the first revision.
+        # One of the calls with one etag wins; a repeated call needs no etag, and the first revision has none before it.
         given = [isinstance(r, StoredRevision) for w, r in zip(writers, results, strict=True) if w[2] and not w[3]]
         assert sum(given) <= 1 or not self.newest
 

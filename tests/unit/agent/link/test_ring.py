@@ -35,8 +35,9 @@ def test_first_in_first_out() -> None:
             get()
 
 
-# What the reader waits for, `wanted` items or a `patient` reader's more; what happens while it sleeps on; and what
-# wakes it. `lay` and `due` and `press` add an item and offer a wake, `silent` only adds one, `put` adds one at once.
+# Each row says how many items the reader waits for, `wanted` or, if it is `patient`, more; what happens while it sleeps
+# on; and what wakes it. `lay` and `due` and `press` add an item and offer a wake, `silent` only adds one, `put` adds
+# one at once.
 READERS: dict[str, tuple[tuple[int, int], str, str]] = {
     "what is laid down waits for the wake": ((1, 0), "silent", "wake"),
     "what cannot wait wakes at once": ((5, 0), "", "put"),

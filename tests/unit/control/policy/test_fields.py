@@ -132,7 +132,7 @@ LOWERED, RAISED = ({"own_floor_tokens": floor, "own_cap_tokens": cap} for floor,
                 "budget[0].shadow": ("true", "policy"),
             },
         ),
-        # What lowered the floor.
+        # The floor was lowered.
         (Who(), {}, {"scheduler.min_think_tokens": ("600", "policy")}),
         (
             Who(tenant="a"),
