@@ -181,9 +181,9 @@ class Directives:
         self._tracker.watch_limit(live)
 
     def _supersede_cap(self, live: LiveRequest) -> None:
-        """Supersede the request's cap. A forced end that has begun is completed, and is reported for the decision that
-        began it."""
-        if live.ending is not None and live.ending.by_cap and not _begun(live):
+        """Supersede the request's cap. A forced end that is bound to come is completed, and is reported for the
+        decision that began it."""
+        if live.ending is not None and live.ending.by_cap and not _bound(live):
             live.drop_forced_end()
         if live.cap is not None and (live.ending is None or live.ending.decision_id != live.cap.decision_id):
             self._close_cap(live, Outcome.SUPERSEDED)
@@ -306,8 +306,8 @@ class Directives:
 
     def _waits(self, live: LiveRequest, ending: Ending, rows: int) -> bool:
         """Return whether a soft close waits, because it would divide a number or an abbreviation. It does not wait past
-        a limit that the step may reach."""
-        if ending.reason != agent_pb2.FORCE_REASON_SOFT_CLOSE or ending.waited_steps >= MAX_WAIT_STEPS:
+        a limit that the step may reach, nor for a model that has stopped."""
+        if ending.reason != agent_pb2.FORCE_REASON_SOFT_CLOSE or ending.waited_steps >= MAX_WAIT_STEPS or _bound(live):
             return False
         limit = limit_in(live, live.state, self._tracker.markers)
         near = limit is not None and live.think_tokens + rows > limit.tokens
@@ -350,6 +350,8 @@ class Directives:
     def _drop_unstarted_cap(self, live: LiveRequest, ending: Ending) -> None:
         """Drop the forced end of a cap whose row was rejected with its draft: the cap has not been reached, so the next
         step looks again."""
+        if _bound(live):
+            return
         limit, thinks = limit_in(live, live.state, self._tracker.markers), live.phase is Phase.THINK
         if not ending.by_cap or (thinks and limit is not None and live.state.think_tokens >= limit.tokens):
             return
@@ -372,13 +374,13 @@ class Directives:
         return "" if held_back(state, self._tracker.markers, reserve, most) else reserve_note(0, most, reserve)
 
     def drop(self, parts: int, report: bool = True) -> None:
-        """Drop the decisions about these parts of the directives; a forced end that has begun is completed. report:
-        False if the ids of the decisions are void too, so that no outcome is due."""
+        """Drop the decisions about these parts of the directives; a forced end that is bound to come is completed.
+        report: False if the ids of the decisions are void too, so that no outcome is due."""
         self._drop_plan(parts, report)
         for live in self._tracker.by_id.values():
             if parts & ORDER:
                 live.set_rank(None)
-            if live.ending is not None and parts & _part(live.ending) and not _begun(live):
+            if live.ending is not None and parts & _part(live.ending) and not _bound(live):
                 self._drop_ending(live, Outcome.AGENT_OFF if report else None)
                 self._tracker.watch_limit(live)
             if parts & CAPS:
@@ -469,3 +471,9 @@ def _open_cap(live: LiveRequest) -> Cap | None:
 def _begun(live: LiveRequest) -> bool:
     """Return whether a token of the forced end has been generated, or is in a mask on its way to the workers."""
     return live.ending is not None and (live.ending.position > 0 or bool(live.expected))
+
+
+def _bound(live: LiveRequest) -> bool:
+    """Return whether a forced end is completed although its decision is dropped: it has begun, or the model's own stop
+    has been taken back in its favour, so that without it the request would stop there again without an answer."""
+    return _begun(live) or live.stopped_after == live.state.ends

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import MAX_SKIP_STEPS, MAX_WAIT_STEPS
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MAX_SKIP_STEPS, MAX_WAIT_STEPS
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import NO_MARKERS, Markers, Phase
 from meridian_agent.core.probe_admission import MAX_HOLD_MS
@@ -37,8 +37,9 @@ def test_values_are_those_of_the_contract() -> None:
 
 APPLIED, SHADOWED, SUPERSEDED = Outcome.APPLIED, Outcome.SHADOWED, Outcome.SUPERSEDED
 NATURALLY, GONE = Outcome.ENDED_NATURALLY, Outcome.REQUEST_GONE
-# Steps until something ends thinking; the end of the request, and its end by its client.
-UNTIL_END, FINISH, LEAVE = "until end", "finish", "leave"
+# Steps until something ends thinking; the end of the request, and its end by its client; a stop of the model, which the
+# engine takes back so that thinking ends there; and the end of all leases.
+UNTIL_END, FINISH, LEAVE, STOP, LAPSE = "until end", "finish", "leave", "stop", "lapse"
 
 
 def tier(decision_id: int, which: Tier) -> agent_pb2.Directives:
@@ -104,6 +105,27 @@ STORIES: dict[str, tuple[Sequence[Any], dict[int, Outcome], tuple[bool, int, boo
         {1: SUPERSEDED, 2: SUPERSEDED, 3: APPLIED},
         (False, 5, True),
     ),
+    "a cap that is decided after a stop": ([TEXT, STOP, caps(cap(1, 0, 9)), UNTIL_END], {1: APPLIED}, (False, 1, True)),
+    "a cap that is lifted after a stop": (
+        [caps(cap(1, 0, 9)), TEXT, STOP, caps(cap(2, 0, None)), UNTIL_END],
+        {1: APPLIED, 2: APPLIED},
+        (False, 1, True),
+    ),
+    "a cap in shadow after a stop": (
+        [TEXT, STOP, caps(cap(1, 0, 9, shadow=True)), UNTIL_END],
+        {1: NATURALLY},
+        (False, 1, True),
+    ),
+    "leases that run out after a stop": (
+        [caps(cap(1, 0, 9)), TEXT, STOP, LAPSE, UNTIL_END],
+        {1: APPLIED},
+        (False, 1, True),
+    ),
+    "leases that run out after a force and a stop": (
+        [TEXT, forces(force(1, 0)), STOP, LAPSE, UNTIL_END],
+        {1: APPLIED},
+        (False, 1, True),
+    ),
     "a request that goes": (
         [caps(cap(1, 0, 9)), forces(force(2, 0)), PROBE, tier(4, Tier.UNREACHABLE), LEAVE],
         {1: GONE, 2: GONE, 3: GONE, 4: APPLIED},
@@ -113,12 +135,23 @@ STORIES: dict[str, tuple[Sequence[Any], dict[int, Outcome], tuple[bool, int, boo
 }
 
 
+def stop(engine: FakeEngine, name: str) -> None:
+    """Let the model stop while it thinks, as far as the directives hear of it."""
+    live = engine.live[name]
+    live.mark_stopped(live.state.ends)
+    engine.directives.end_stopped(live)
+
+
 def play(engine: FakeEngine, story: Sequence[Any]) -> None:
     for event in story:
         if isinstance(event, agent_pb2.Directives):
             engine.accept(event)
         elif event == UNTIL_END:
             text_until_end(engine, "a")
+        elif event == STOP:
+            stop(engine, "a")
+        elif event == LAPSE:
+            engine.directives.drop(ALL_BUT_CAPS | CAPS)
         elif event in (FINISH, LEAVE):
             (engine.finish if event == FINISH else engine.abort)("a")
             engine.take()
@@ -231,6 +264,19 @@ def test_a_soft_close_does_not_wait_for_a_number_without_end() -> None:
         engine.run({"a": TEXT})
     assert not engine.thinking("a")
     assert tr.state.think_tokens <= MAX_WAIT_STEPS + 1
+
+
+def test_a_soft_close_does_not_wait_for_a_model_that_has_stopped() -> None:
+    engine = FakeEngine()
+    engine.tracker.sentences = table_of([TokenText("3")] * (TEXT + 1))
+    tr = engine.open("a")
+    engine.run({"a": TEXT})
+    engine.accept(message(forces=[agent_pb2.ForceEnd(decision_id=1, slot=0, reason=agent_pb2.FORCE_REASON_SOFT_CLOSE)]))
+    engine.run({"a": TEXT})
+    assert engine.thinking("a"), "the end waits for the rest of the number"
+    stop(engine, "a")
+    engine.run({"a": TEXT})
+    assert (engine.thinking("a"), tr.state.think_tokens) == (False, 2)
 
 
 def test_a_force_that_comes_too_late() -> None:
