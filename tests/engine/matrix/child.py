@@ -70,8 +70,11 @@ def tried(chosen: Feature, engine: Engine) -> tuple[str, str]:
         engine.check_over()
     except (StockFailed, NotForBuild) as error:
         return "not supported", str(error)[-2000:]
-    except Exception:
-        failed = traceback.format_exc()[-4000:]
+    except Exception as error:
+        # pytest does not rewrite the assertions of this process, so the last frame's values are said here.
+        *_, last = traceback.TracebackException.from_exception(error, capture_locals=True).stack
+        values = "\n".join(f"{name} = {value[:600]}" for name, value in (last.locals or {}).items())
+        failed = f"{values[-6000:]}\n{traceback.format_exc()[-4000:]}"
         # A stock engine that is not `alone` has answered a request before.
         reason = cannot(engine.stock) if engine.build.alone else ""
         return ("not supported", reason[-2000:]) if reason else ("failed", failed)
