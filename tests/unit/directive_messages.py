@@ -29,6 +29,13 @@ def plan(decision_id: int, **fields: Any) -> agent_pb2.DispatchPlan:
     return agent_pb2.DispatchPlan(decision_id=decision_id, **fields)
 
 
+def model_stops(engine: FakeEngine, name: str) -> None:
+    """Let a request's model stop while it thinks, as far as directives hear of it."""
+    live = engine.live[name]
+    live.mark_stopped(live.state.ends)
+    engine.directives.end_stopped(live)
+
+
 def text_until_end(engine: FakeEngine, name: str, limit: int = 50) -> int:
     """Run steps of a model that never ends thinking by itself, until something else ends it, and return their
     number."""

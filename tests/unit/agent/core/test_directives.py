@@ -18,7 +18,7 @@ from meridian_agent.core.probe_admission import MAX_HOLD_MS
 from meridian_agent.core.sentences import TokenText, table_of
 from meridian_agent.core.step_record import NOT_KNOWN, Outcome, Tier
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
-from tests.unit.directive_messages import TWO, cap, force, message, plan, text_until_end
+from tests.unit.directive_messages import TWO, cap, force, message, model_stops, plan, text_until_end
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,13 +135,6 @@ STORIES: dict[str, tuple[Sequence[Any], dict[int, Outcome], tuple[bool, int, boo
 }
 
 
-def stop(engine: FakeEngine, name: str) -> None:
-    """Let the model stop while it thinks, as far as the directives hear of it."""
-    live = engine.live[name]
-    live.mark_stopped(live.state.ends)
-    engine.directives.end_stopped(live)
-
-
 def play(engine: FakeEngine, story: Sequence[Any]) -> None:
     for event in story:
         if isinstance(event, agent_pb2.Directives):
@@ -149,7 +142,7 @@ def play(engine: FakeEngine, story: Sequence[Any]) -> None:
         elif event == UNTIL_END:
             text_until_end(engine, "a")
         elif event == STOP:
-            stop(engine, "a")
+            model_stops(engine, "a")
         elif event == LAPSE:
             engine.directives.drop(ALL_BUT_CAPS | CAPS)
         elif event in (FINISH, LEAVE):
@@ -274,7 +267,7 @@ def test_a_soft_close_does_not_wait_for_a_model_that_has_stopped() -> None:
     engine.accept(message(forces=[agent_pb2.ForceEnd(decision_id=1, slot=0, reason=agent_pb2.FORCE_REASON_SOFT_CLOSE)]))
     engine.run({"a": TEXT})
     assert engine.thinking("a"), "the end waits for the rest of the number"
-    stop(engine, "a")
+    model_stops(engine, "a")
     engine.run({"a": TEXT})
     assert (engine.thinking("a"), tr.state.think_tokens) == (False, 2)
 

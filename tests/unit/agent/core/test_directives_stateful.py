@@ -1,4 +1,5 @@
-"""Each decision gets exactly one outcome, for random requests, tokens, decisions and lost leases."""
+"""Each decision gets exactly one outcome, and thinking in which the model has stopped ends: for random requests,
+tokens, decisions and lost leases."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
 from meridian_agent.core.step_record import Tier
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
-from tests.unit.directive_messages import TWO, cap, force, message, plan
+from tests.unit.directive_messages import TWO, cap, force, message, model_stops, plan
 
 
 class OneOutcome(RuleBasedStateMachine):
@@ -23,6 +24,8 @@ class OneOutcome(RuleBasedStateMachine):
         self.last_id = self.opened = 0
         self.drafts: dict[str, list[int]] = {}
         self.forgotten: set[int] = set()
+        # Ends of thinking before the thinking in which the model has stopped, by request.
+        self.stopped: dict[str, int] = {}
 
     def new_id(self) -> int:
         self.last_id += 1
@@ -58,6 +61,15 @@ class OneOutcome(RuleBasedStateMachine):
         self.drafts = {}
         self.engine._masks = {}
 
+    @precondition(lambda self: not self.drafts and any(map(self.engine.thinking, self.engine.live)))
+    @rule(which=st.integers(0, 9))
+    def stop(self, which: int) -> None:
+        """Let the model of a request stop while it thinks, no step being under way."""
+        thinking = sorted(filter(self.engine.thinking, self.engine.live))
+        name = thinking[which % len(thinking)]
+        self.stopped[name] = self.engine.live[name].state.ends
+        model_stops(self.engine, name)
+
     @rule(slot=st.integers(0, 4), tokens=st.sampled_from([None, 0, 1, 3, 6]), shadow=st.booleans(), old=st.booleans())
     def send_cap(self, slot: int, tokens: int | None, shadow: bool, old: bool) -> None:
         step = self.now - 1 if old else self.now + 1
@@ -89,6 +101,7 @@ class OneOutcome(RuleBasedStateMachine):
     @rule()
     def freeze(self) -> None:
         self.engine.directives.freeze()
+        self.stopped.clear()
 
     @rule()
     def new_stream(self) -> None:
@@ -104,6 +117,11 @@ class OneOutcome(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             assert [i for i, outcomes in self.engine.outcomes.items() if len(outcomes) > 1] == []
             assert set(self.engine.outcomes) <= set(range(1, self.last_id + 1))
+
+    @invariant()
+    def a_stop_ends_thinking(self) -> None:
+        for name, live in self.engine.live.items() if hasattr(self, "engine") else ():
+            assert live.ending is not None or live.state.ends != self.stopped.get(name)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -121,4 +139,4 @@ class OneOutcome(RuleBasedStateMachine):
 
 
 TestOneOutcome = OneOutcome.TestCase
-TestOneOutcome.settings = settings(max_examples=50, stateful_step_count=40)
+TestOneOutcome.settings = settings(max_examples=200, stateful_step_count=40)
