@@ -6,10 +6,9 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm import SamplingParams
-
 from meridian_agent.core.step_signals import SPENT_STEPS
-from tests.engine import cases, paced
+from tests.engine import paced
+from tests.engine.test_decisions import endless, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,18 +64,19 @@ def _spent(control: Control) -> dict[str, float]:
 def test_every_part_is_counted(
     llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Only thinking is measured, so it lasts to the end.
     before = _spent(control)
     hook, delivery = _slower(agent.before_schedule), _slower(agent.mailbox.deliver)
     monkeypatch.setattr(agent, "before_schedule", hook)
     monkeypatch.setattr(agent.mailbox, "deliver", delivery)
     llm.collective_rpc(_slow_observer)
     try:
-        paced(llm, cases()[:1], SamplingParams(max_tokens=STEPS, ignore_eos=True), settled)
+        paced(llm, [opened()], endless(agent, max_tokens=STEPS), settled)
     finally:
         (worker_calls,) = llm.collective_rpc(_mend_observer)
     monkeypatch.undo()
     # The newest seconds of the worker and of the threads come with one of the next reports.
-    paced(llm, cases()[:1], SamplingParams(max_tokens=STEPS, ignore_eos=True), settled)
+    paced(llm, [opened()], endless(agent, max_tokens=STEPS), settled)
     after = _spent(control)
     assert min(hook.calls, worker_calls) >= STEPS
     assert delivery.calls > 0
