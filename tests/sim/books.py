@@ -57,6 +57,8 @@ class EngineBooks:
         self.engine, self.link, self._limits = engine, link, engine.limits()
         if link is None:
             return
+        handle = engine.scheduler._handle_stopped_request
+        engine.scheduler._handle_stopped_request = lambda request: self._stopped(request, handle)
         confirm = link.mailbox.confirm
 
         def watched_confirm(arrived: Arrived) -> None:
@@ -92,7 +94,7 @@ class EngineBooks:
             freeze()
             # The freeze may be over before a request that sits out gets its next token, and before any step.
             for watched in self.requests.values():
-                watched.force = watched.ending_left = 0
+                watched.force, watched.ending_left, watched.stopped_after = 0, 0, -1
 
         def watched_accept(message: agent_pb2.Directives) -> None:
             ranks = {tr: tr.rank for tr in agent.tracker.by_id.values()}
@@ -205,6 +207,7 @@ class EngineBooks:
         if watched is None:
             assert not forced
             return
+        watched.before = watched.state.copy()
         self._sampled(watched, token, forced)
         watched.generated += 1
 
@@ -220,6 +223,22 @@ class EngineBooks:
             watched.unsure = True
             return
         watched.sampled(token, forced, len(self.engine.schedule), self.engine.shape, self.engine.agent.frozen)
+
+    def _stopped(self, request: Any, handle: Callable[[Any], bool]) -> bool:
+        """Let the scheduler handle a request that has stopped, and check whether the request goes on."""
+        watched, agent, goes_on = self.requests.get(request.request_id), self.engine.agent, False
+        if watched is not None and watched.known and agent is not None and not agent.frozen:
+            watched.unsure = watched.unsure or agent.tracker.markers != watched.markers
+            stops = request.output_token_ids[-1] == self.engine.model.stop and not request.sampling_params.ignore_eos
+            goes_on = stops and watched.goes_on()
+        ended = handle(request)
+        # An agent that has just failed leaves the stop to vLLM.
+        goes_on = goes_on and self.engine.agent is not None
+        if watched is None or not watched.unsure:
+            assert ended is not goes_on, f"where its model stops, {request.request_id} ends: {ended}"
+        if watched is not None and not ended:
+            watched.take_back()
+        return ended
 
     # --------------------------------------------------------------------------------------------------- every step
 

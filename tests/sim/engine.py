@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +154,8 @@ class Script:
     loop: int = 0
     # Whether the first token of each round counts the rounds, so that the rounds are no exact loop.
     counts: bool = False
+    # Mean number of tokens after which the model stops while it thinks; 0 for a model that never does.
+    stops: int = 0
 
 
 class Model:
@@ -163,11 +165,28 @@ class Model:
         self.start, self.end, self.stop, self.text = words()
         self.scripts: dict[str, Script] = {}
         self.tokens: dict[str, list[int]] = {}
+        # Numbers of tokens of the prompts.
+        self.prompts: dict[str, int] = {}
         self._thinking: dict[str, bool] = {}
+        # Requests that the model has stopped; all that it samples for them afterwards is thrown away.
+        self.stopped: set[str] = set()
 
     def open(self, request_id: str, prompt: list[int], script: Script) -> None:
         self.scripts[request_id], self.tokens[request_id] = script, list(prompt)
         self._thinking[request_id] = self._thinks(prompt)
+        self.prompts.setdefault(request_id, len(prompt))
+        self.stopped.discard(request_id)
+
+    def resume(self, request_id: str, generated: int, told: list[int] | None) -> None:
+        """Take a resumed request's number of generated tokens over, as a model runner does. told: all tokens, if the
+        scheduler has to tell them. After a stop that was taken back the model samples anew."""
+        own, prompt = self.tokens[request_id], self.prompts[request_id]
+        kept, gone = own[: prompt + generated], own[prompt + generated :]
+        assert told in (None, kept), f"{request_id} is resumed with other tokens"
+        if gone:
+            assert gone[0] == self.stop, f"{request_id} is resumed without the tokens {gone}"
+            script = self.scripts[request_id]
+            self.open(request_id, kept, replace(script, seed=script.seed + 1))
 
     def _thinks(self, tokens: list[int]) -> bool:
         return next((t == self.start for t in reversed(tokens) if t in (self.start, self.end)), False)
@@ -178,6 +197,8 @@ class Model:
         x = mix(script.seed, len(tokens), tokens[-1])
         chance, word = (x & 0xFFFF) / 65536, self.text[(x >> 16) % len(self.text)]
         if self._thinking[request_id]:
+            if script.stops and (x >> 32 & 0xFFFF) / 65536 < 1 / script.stops:
+                return self.stop
             if script.loop:
                 number, place = divmod(len(tokens), script.loop)
                 return self.text[(number % 6 if script.counts and place == 0 else place) % len(self.text)]
@@ -186,12 +207,13 @@ class Model:
             return self.start if script.restless and chance > 0.99 else word
         if chance < 1 / script.answer_mean:
             return self.stop
-        if script.restless and chance > 0.9:
-            return self.start if chance > 0.93 else self.end
-        return word
+        marker = self.start if chance > 0.93 else self.end
+        return marker if script.restless and chance > 0.9 else word
 
     def add(self, request_id: str, token: int) -> None:
         self.tokens[request_id].append(token)
+        if token == self.stop:
+            self.stopped.add(request_id)
         if token in (self.start, self.end):
             self._thinking[request_id] = token == self.start
 
@@ -237,6 +259,8 @@ class Engine:
         self.model = Model()
         self.asked = WorkerRequestDecoder()
         self.finished: dict[str, str] = {}
+        # Prompts of the requests, with the tokens that the clients have got so far.
+        self.sent: dict[str, list[int]] = {}
         # Tokens that each step scheduled by request, probes left out.
         self.schedule: list[dict[str, int]] = []
         # Tokens of the newest step, those of probes included, the KV blocks it left free, and the step's probes.
@@ -249,11 +273,12 @@ class Engine:
     def open(self, request_id: str, prompt: list[int], script: Script, own: dict[str, Any], **more: Any) -> None:
         """Add a request. own: its own settings for the agent; more: further arguments of vLLM's request."""
         self.model.open(request_id, prompt, script)
-        # A script that stops has no more tokens, so nothing may take its stop back (`ignore_eos`).
+        self.sent[request_id] = list(prompt)
         params = SamplingParams(
             max_tokens=script.max_tokens,
             stop_token_ids=[self.model.stop],
-            ignore_eos=True,
+            # The stop is the client's own, which nothing may take back, unless the script says otherwise.
+            ignore_eos=not script.stops,
             extra_args={**STRIPPED, **own},
         )
         known: dict[str, Any] = {"arrival_time": 0.0, "block_hasher": _hasher(), "priority": script.priority}
@@ -338,6 +363,10 @@ class Engine:
         for group in self.scheduler.update_from_output(output, result).values():
             for out in group.outputs:
                 assert not out.request_id.startswith(PREFIX), "a probe's output reaches the clients"
+                sent = self.sent[out.request_id]
+                sent.extend(out.new_token_ids)
+                wanted = self.model.tokens[out.request_id][: len(sent)]
+                assert sent == wanted, f"the client of {out.request_id} gets {sent}, not {wanted}"
                 if out.finish_reason is not None:
                     self.finished[out.request_id] = str(out.finish_reason)
 
@@ -346,6 +375,10 @@ class Engine:
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, generated in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            if request_id in cached.resumed_req_ids:
+                told = cached.all_token_ids[request_id] if self.shape.is_async else None
+                self.model.resume(request_id, generated, told)
         ids, sampled = list(output.num_scheduled_tokens), []
         for request_id in ids:
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
@@ -375,14 +408,14 @@ class Engine:
         return [self.model.stop if x % 4 == 0 else self.model.text[x % 3]]
 
     def _tokens(self, request_id: str, drafts: list[int], mask: dict[int, int]) -> list[int]:
-        tokens = []
+        tokens, stopped = [], frozenset(self.model.stopped)
         if self.shape.hidden:
             drafts = self.model.drafts(request_id, len(drafts)) if drafts else []
         for row in range(1 + len(drafts)):
             token = mask.get(row, self.model.wish(request_id))
             request = self.scheduler.requests.get(request_id)
-            # Output for a request that has ended meanwhile is thrown away.
-            if request is not None:
+            # Output for a request that has ended or stopped meanwhile is thrown away.
+            if request is not None and request_id not in stopped:
                 self.on_token(request_id, token, row in mask)
             self.model.add(request_id, token)
             tokens.append(token)

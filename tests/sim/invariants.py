@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.phases import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED
+from meridian_agent.core.phases import FLAG_END, FLAG_FORCED
 from meridian_agent.core.step_record import Outcome
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.control_group.rule import unshortened
@@ -57,11 +57,11 @@ class Invariants:
     """All checks of one run. Decisions are known by session and id.
 
     hidden_drafts: by engine, the tokens of the steps under way if only its workers know the drafts. Thinking that
-    begins in them may exceed its cap by as many tokens. may_stop: whether the model may stop while it thinks.
+    begins in them may exceed its cap by as many tokens.
     """
 
-    def __init__(self, hidden_drafts: dict[str, int] | None = None, *, may_stop: bool = False) -> None:
-        self.hidden_drafts, self._may_stop = hidden_drafts or {}, may_stop
+    def __init__(self, hidden_drafts: dict[str, int] | None = None) -> None:
+        self.hidden_drafts = hidden_drafts or {}
         self.made: dict[tuple[str, int], Made] = {}
         # Policies by engine, over all its streams.
         self.given: defaultdict[str, Given] = defaultdict(Given)
@@ -186,8 +186,6 @@ class Invariants:
         if given.free.isdisjoint(live | {request.request_id for request in message.step.opened}):
             for flags in columns_of(message.step.tokens)[0][2].tolist():
                 assert not flags & FLAG_FORCED or flags & FLAG_END, "an end is forced where nobody thinks"
-                stops = flags & FLAG_BY_RESERVE and not flags & FLAG_BY_CAP
-                assert not stops or self._may_stop, "a model stops that never does"
         for outcome in message.step.outcomes:
             made = self.made.get((session.session_id, outcome.decision_id))
             name = Outcome(outcome.outcome).name

@@ -46,6 +46,10 @@ class Watched:
     # The part of the directives (ORDER, RULES or OPERATOR) of an accepted force that has not begun, or 0.
     force: int = 0
     ending_left: int = 0
+    # The state before the newest token, and the number of ends of thinking before the one in which the model has
+    # stopped and went on, -1 for none.
+    before: PhaseState | None = None
+    stopped_after: int = -1
     # Limits when the last two sets of masks were made, newest last.
     limits: tuple[Limits, Limits] = (NO_LIMITS, NO_LIMITS)
     # Whether markers changed during the request, so that its counts cannot be checked.
@@ -61,6 +65,7 @@ class Watched:
     def forget(self) -> None:
         """Note that the agent is off, which voids its decisions for this request."""
         self.known, self.cap, self.default, self.force, self.ending_left = False, None, Limits(), 0, 0
+        self.stopped_after = -1
         self.joins()
 
     def adopted(self, default: Limits) -> None:
@@ -95,6 +100,21 @@ class Watched:
         self.unsure = self.unsure or self.markers != markers
         self.limits = self.limits[1], self.limit()
 
+    def goes_on(self) -> bool:
+        """Return whether the request, whose newest token is a stop of the model, is to end its thinking and answer."""
+        state, before = self.state, self.before
+        if before is None or not before.phase is state.phase is Phase.THINK or before.ends == self.stopped_after:
+            return False
+        left = self.most_tokens - (self.generated - 1)
+        return self.limit().reserve > 0 and left > len(before.ending(self.markers))
+
+    def take_back(self) -> None:
+        """Note that the newest token, a stop of the model, is taken back, so that a forced end has to follow."""
+        self.generated -= 1
+        if self.before is not None:
+            self.state, self.stopped_after = self.before, self.before.ends
+            self.ending_left = len(self.state.ending(self.markers))
+
     def sampled(self, token: int, forced: bool, step: int, shape: Shape, frozen: bool) -> None:
         """Check the request's next token, sampled in the engine's step `step`. forced: whether a mask left no other
         token."""
@@ -103,8 +123,10 @@ class Watched:
         self._check(forced, shape, frozen)
         before = self.state.phase
         self.state.feed(token, self.markers)
-        self.began = self.began or (before is not Phase.THINK and self.state.phase is Phase.THINK)
-        if self.state.phase is not Phase.THINK:
+        thinks = self.state.phase is Phase.THINK
+        self.began = self.began or (before is not Phase.THINK and thinks)
+        assert not (forced and thinks) or self.ending_left, f"{self.request_id} thinks on after a whole forced end"
+        if not thinks:
             self.force = 0
 
     def _check(self, forced: bool, shape: Shape, frozen: bool) -> None:
