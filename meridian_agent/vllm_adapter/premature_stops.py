@@ -78,6 +78,9 @@ def resume(scheduler: Any, request: Any) -> None:
     request.stop_reason = None
     show_as_running(request)
     scheduler._preempt_request(request, time.monotonic())
+    # The request may resume in the coming step, which vLLM itself never lets happen after a preemption. If it was in
+    # the newest step, vLLM would not send its tokens then, which Model Runner V1 needs under asynchronous scheduling.
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
 def show_as_running(request: Any) -> None:

@@ -283,6 +283,7 @@ PREMATURE_STOPS: Table = {
         "_free_request(_)",
         "_handle_stopped_request(_)",
         "_preempt_request(_, _)",
+        "prev_step_scheduled_req_ids",
     ),
     "vllm.v1.engine:EngineCoreOutput": (
         "events",

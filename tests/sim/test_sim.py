@@ -254,6 +254,17 @@ def test_what_an_engine_owes_that_falls_idle_while_its_ring_is_full() -> None:
             plant.open("later", [start], Script(9, 5, 5, restless=False), {})
 
 
+def test_a_lone_request_goes_on_in_the_coming_step_after_a_stop_under_asynchronous_scheduling() -> None:
+    """The engine makes no step in between, so a model runner would not get the request's tokens."""
+    start, end, stop, _ = words()
+    with started(Shape(is_async=True)) as world:
+        (plant,) = world.plants
+        plant.open("a", [start], Script(1, 1000, 5, restless=False, stops=8), {})
+    tokens = plant.engine.model.tokens["a"]
+    assert tokens.index(end) > 2
+    assert tokens.index(stop) > tokens.index(end)
+
+
 # -------------------------------------------------------------------------------------------------- faults of the agent
 
 
