@@ -287,7 +287,8 @@ class Directives:
 
     def end_stopped(self, live: LiveRequest) -> None:
         """End the thinking of a request whose model has stopped while it thought, in the coming steps. An end that was
-        decided before stays as it is."""
+        decided before stays as it is, but what a mask forced in a step that is thrown away is to be forced again."""
+        live.expect_nothing()
         if live.ending is None:
             cap = _open_cap(live)
             at_stop = Ending((), cap.decision_id if cap else 0, by_cap=True, by_reserve=True, at_stop=True)
