@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.hand_overs import HandOvers
-from meridian_agent.core.live_request import Cap, Ending, LiveRequest
+from meridian_agent.core.live_request import NEVER_STOPPED, Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.preempts import Preempts
 from meridian_agent.core.probe_admission import NOT_THINKING, PendingProbes
@@ -407,6 +407,8 @@ class Directives:
                 self._tracker.watch_limit(live)
             self._close_cap(live, Outcome.AGENT_OFF)
             live.void_decisions()
+            # No end follows a stop that was taken back, so that the next stop may be taken back, too.
+            live.mark_stopped(NEVER_STOPPED)
         self.drop(ALL_BUT_CAPS)
 
     def _let_go(self, decision_id: int, report: bool) -> None:

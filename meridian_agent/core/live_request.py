@@ -29,6 +29,10 @@ PHASE_RANK = {
 }
 
 
+# Number of ends of thinking for a request whose model has not stopped while it thought.
+NEVER_STOPPED = -1
+
+
 @dataclass(slots=True)
 class Cap:
     """A decided cap with its answer reserve, which is 0 for none."""
@@ -100,8 +104,9 @@ class LiveRequest:
     # Tokens of the forced end in this step's masks, by row.
     expected: dict[int, int] = field(default_factory=dict)
     forced: bool = False
-    # Number of ends of thinking before the newest thinking in which the model has stopped, -1 if it has in none.
-    stopped_after: int = -1
+    # Number of ends of thinking before the newest thinking in which the model has stopped, NEVER_STOPPED if it has in
+    # none.
+    stopped_after: int = NEVER_STOPPED
     # The default cap or reserve ended thinking, before a cap was decided for the request; and the detail of that end.
     capped: bool = False
     capped_detail: str = ""

@@ -58,7 +58,8 @@ class PrematureStops:
             self.waiting.update(dict.fromkeys(new, True))
 
     def resume(self, scheduler: Scheduler) -> None:
-        """Queue the requests anew of which no step is in flight, and end their thinking."""
+        """Queue the requests anew of which no step is in flight, and end their thinking, unless a freeze has come
+        meanwhile."""
         for request_id in list(self.waiting):
             request, live = scheduler.requests.get(request_id), self._tracker.by_id.get(request_id)
             if request is not None and premature_stops.in_flight(request):
@@ -66,7 +67,7 @@ class PrematureStops:
             del self.waiting[request_id]
             if request is not None:
                 premature_stops.resume(scheduler, request)
-            if live is not None:
+            if live is not None and live.stopped_after == live.state.ends:
                 self._directives.end_stopped(live)
 
     def finishing(self, scheduler: Scheduler, request_ids: Collection[str] | str | None) -> None:

@@ -265,6 +265,22 @@ def test_a_lone_request_goes_on_in_the_coming_step_after_a_stop_under_asynchrono
     assert tokens.index(stop) > tokens.index(end)
 
 
+def test_a_freeze_before_a_stopped_request_is_queued_anew_voids_its_end() -> None:
+    start, *_ = words()
+    with started(Shape(is_async=True)) as world:
+        (plant,) = world.plants
+        plant.open("a", [start], Script(1, 1000, 5, restless=False, stops=8), {})
+        plant.open("b", [start], Script(2, 1000, 5, restless=False), {})
+        stops, directives = plant.engine.agent.stops, plant.engine.agent.directives
+        with world.timeline.running():
+            while not stops.waiting:
+                world.pass_time(0.01)
+            directives.freeze()
+            while stops.waiting:
+                world.pass_time(0.01)
+        assert plant.engine.agent.tracker.by_id["a"].ending is None
+
+
 # -------------------------------------------------------------------------------------------------- faults of the agent
 
 
