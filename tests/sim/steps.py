@@ -63,7 +63,8 @@ class Steps:
         skipped = {name: live.skipped_steps for name, live in self._agent.tracker.by_id.items()}
         running = self._running()
         limits = self._before(scheduler)
-        self._check_disorder(running)
+        # A request that has just been preempted for a waiting one leaves the list.
+        self._check_disorder([name for name in running if name in self._running()])
         newly_placed = set(self._agent.probing.placed) - placed
         self._prepared = Prepared({r.request_id for r in scheduler.running}, newly_placed)
         self._check_held()

@@ -303,6 +303,7 @@ class World:
             # Whether an answer would be empty is measured in shadow, too, by probes, which take part in steps.
             shadow = {"shadow": True, "empty_answer_extension_tokens": 0} if rng.random() < 0.5 else NOTHING
             others: dict[str, Any] = {"kv_memory": {"shadow": True}, "engine": NO_LIMITS, "override": []}
+            others["preemption"] = {"shadow": True}
             return draw(rng, scheduler=shadow, entropy=NOTHING, loop={"shadow": True}, **others)
         sections: dict[str, Any] = {}
         if rng.random() < 0.5:
