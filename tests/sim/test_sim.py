@@ -41,7 +41,7 @@ def test_seeds(first: int) -> None:
         run(seed)
 
 
-@pytest.mark.parametrize("seed", [40, 75, 86])
+@pytest.mark.parametrize("seed", [54, 75, 97])
 def test_ends_of_operators_are_decided_under_faults_and_are_in_the_recording(seed: int) -> None:
     """The run checks that each decision has one outcome, and that the recording replays byte for byte."""
     world = run(seed)

@@ -61,6 +61,8 @@ NOTHING = {"enabled": False}
 CALM_TICKS = 3000
 # One request in this many has a long prompt.
 LONG_PROMPTS = 8
+# Mean numbers of tokens after which a request's model stops while it thinks; most never do.
+STOPS = (0, 0, 0, 0, 2, 4, 12)
 # Rests of an agent that meets faults; they are short enough for it to come back within a run.
 RESTS_S = (0.1, 0.1, 0.1)
 
@@ -243,6 +245,7 @@ class World:
             priority=work.choice((0, 0, 5)),
             loop=work.choice((1, 2, 7, 16)) if self.loops and work.random() < 0.3 else 0,
             counts=work.random() < 0.5,
+            stops=STOPS[mix(self.seed, self.opened, 5) % len(STOPS)],
         )
         name = f"r{self.opened}"
         plant.open(name, prompt, script, own)
