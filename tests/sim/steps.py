@@ -12,6 +12,7 @@ from meridian_agent.core.directives import ORDER
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import FLAG_GOES_ON, Phase
 from meridian_agent.core.probe_admission import PREFIX, free_blocks
+from meridian_agent.core.sentences import CERTAIN
 from tests.sim.engine import BLOCK, sentences
 from tests.sim.policies import NEAR
 
@@ -182,8 +183,10 @@ class Steps:
             generated = tokens[len(tokens) - text_tokens : placed.shared_tokens + 2]
             states = [table.state_of(generated[:n]) for n in (len(generated) - 1, len(generated))]
             past = len(tokens) - placed.shared_tokens - 1
-            ended = past == 0 or not table.flags[states[1]] & FLAG_GOES_ON
-            flags &= table.flags[states[-1 if past == 0 else 0]] if ended else 0
+            here = table.flags[states[-1 if past == 0 else 0]]
+            # After a certain end, such as that of a paragraph, further ends belong to the same one.
+            ended = past == 0 or here & CERTAIN or not table.flags[states[1]] & FLAG_GOES_ON
+            flags &= here if ended else 0
             assert flags, f"{live.info.request_id} is probed after {tokens[placed.shared_tokens]}, which ends nothing"
 
     def _check_probes(self, prepared: Prepared) -> None:
