@@ -69,15 +69,15 @@ def _is_left(out: Any, request: Any) -> bool:
 
 
 def resume(scheduler: Any, request: Any) -> None:
-    """Take a stopped request's newest token back and queue the request anew, at the front. No step with it is in
-    flight."""
+    """Take a stopped request's newest token back and queue the request anew, at the front. The tokens of a step that is
+    still in flight with it follow its stop, so they are dropped."""
     request._output_token_ids.pop()
     request._all_token_ids.pop()
     hashed = getattr(scheduler, "hash_block_size", scheduler.block_size)
     del request.block_hashes[request.num_tokens // hashed :]
     request.stop_reason = None
     show_as_running(request)
-    scheduler._preempt_request(request, time.monotonic())
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
     # The request may resume in the coming step, which vLLM itself never lets happen after a preemption. If it was in
     # the newest step, vLLM would not send its tokens then, which Model Runner V1 needs under asynchronous scheduling.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)

@@ -282,7 +282,7 @@ PREMATURE_STOPS: Table = {
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "_free_request(_)",
         "_handle_stopped_request(_)",
-        "_preempt_request(_, _)",
+        "_preempt_request(_, _, drop_stale_output=_)",
         "prev_step_scheduled_req_ids",
     ),
     "vllm.v1.engine:EngineCoreOutput": (

@@ -1,0 +1,39 @@
+"""What becomes of a request that was to go on past its stop when the agent fails."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+from meridian_agent.vllm_adapter import premature_stops
+
+
+class Status(Enum):
+    RUNNING = 1
+    FINISHED_STOPPED = 2
+
+
+def test_tokens_of_a_step_under_way_do_not_take_the_place_of_a_stop_that_is_taken_back() -> None:
+    """They follow the stop, which their step has got as its input."""
+    request = SimpleNamespace(
+        request_id="r",
+        status=Status.FINISHED_STOPPED,
+        is_finished=lambda: True,
+        _output_token_ids=[7, 8],
+        _all_token_ids=[5, 6, 7, 8],
+        block_hashes=[],
+        num_tokens=3,
+        num_in_flight_tokens=1,
+    )
+    preempted: list[Any] = []
+
+    def preempt(request: Any, _: float, *, drop_stale_output: bool = False) -> None:
+        preempted.append((request.request_id, request.status, drop_stale_output))
+
+    scheduler = SimpleNamespace(
+        requests={"r": request}, block_size=16, prev_step_scheduled_req_ids={"r"}, _preempt_request=preempt
+    )
+    premature_stops.let_go(scheduler, {"r": True})
+    assert preempted == [("r", Status.RUNNING, True)]
+    assert (request._output_token_ids, request._all_token_ids) == ([7], [5, 6, 7])
