@@ -355,6 +355,13 @@ class Agent:
         self.accounts.send()
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
+    def resetting(self, scheduler: Scheduler) -> None:
+        """Let requests that have stopped and are to go on give their KV blocks back, because vLLM is about to reset its
+        prefix cache, which fails while a request that is in no queue has blocks."""
+        if self.stops.waiting:
+            self.stops.resume(scheduler, at_once=True)
+
+    @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def preempting(self, request: Request) -> None:
         """Give a request its own priority back, because it is about to be preempted."""
         self.queues.preempting(request)

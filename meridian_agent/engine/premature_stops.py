@@ -57,12 +57,11 @@ class PrematureStops:
             premature_stops.take_out(outputs, new)
             self.waiting.update(dict.fromkeys(new, True))
 
-    def resume(self, scheduler: Scheduler) -> None:
-        """Queue the requests anew of which no step is in flight, and end their thinking, unless a freeze has come
-        meanwhile."""
+    def resume(self, scheduler: Scheduler, at_once: bool = False) -> None:
+        """Queue the requests anew of which no step is in flight, or all of them `at_once`, and end their thinking."""
         for request_id in list(self.waiting):
             request, live = scheduler.requests.get(request_id), self._tracker.by_id.get(request_id)
-            if request is not None and premature_stops.in_flight(request):
+            if request is not None and not at_once and premature_stops.in_flight(request):
                 continue
             del self.waiting[request_id]
             if request is not None:

@@ -202,6 +202,12 @@ class GovernedScheduler(Scheduler):
                 self._guard.run(self._agent.preempted, self, request)
         return result
 
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        if self._agent is not None:
+            with self._between_steps:
+                self._guard.run(self._agent.resetting, self)
+        return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+
     def _free_request_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None:
             with self._between_steps:

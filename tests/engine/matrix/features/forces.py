@@ -108,6 +108,8 @@ def premature_stops(engine: Engine) -> None:
         assert len(answered.tokens) > 1
         engine.check_phases(ask.prompt, answer.tokens, said)
     assert engine.control.settled().ends["premature_stop"] == before + len(asks) + len(alone)
+    if engine.build.asynchronous:
+        _reset_between(engine, asks[0], stops, answers[0][0].tokens)
 
 
 def _abort_between(engine: Engine, ask: Ask, stops: set[int]) -> None:
@@ -119,6 +121,23 @@ def _abort_between(engine: Engine, ask: Ask, stops: set[int]) -> None:
         run.abort("a")
         engine.drain()
     assert (engine.agent.stops.waiting, engine.scheduler.requests) == ({}, {})
+    engine.control.apply(NEUTRAL)
+
+
+def _reset_between(engine: Engine, ask: Ask, stops: set[int], tokens: list[int]) -> None:
+    """Let vLLM compute all requests anew while a step is under way with a request that has stopped."""
+    by_id, other = engine.agent.tracker.by_id, Ask(engine.prompt(1), engine.endless(max_tokens=40))
+    with ending_turns(stops):
+        engine.control.apply(_reserve(10))
+        for name in ("waits",):
+            run = engine.run({name: ask, f"beside-{name}": other})
+            waiting = engine.agent.stops.waiting
+            while not any(r in waiting for r in by_id):
+                run.step()
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            run.until()
+            engine.drain()
+            assert run.tokens[name] == tokens, name
     engine.control.apply(NEUTRAL)
 
 
