@@ -373,6 +373,8 @@ class Agent:
         if live is None:
             return
         self.tracker.preempt(live)
+        if request_api.loses_tokens(request):
+            live.expect_nothing()
         if live.phase is Phase.OUTPUT:
             self.output_critical += 1
             logger.warning("meridian: an answering request was preempted (%d so far)", self.output_critical)

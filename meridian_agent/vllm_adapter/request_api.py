@@ -93,6 +93,12 @@ def waits_preempted(request: Request) -> bool:
     return str(request.status.name) == "PREEMPTED"
 
 
+def loses_tokens(request: Request) -> bool:
+    """Whether vLLM drops the tokens of the steps that are under way with a request, which has just been preempted; by
+    default it delivers them."""
+    return bool(getattr(request, "drop_stale_output", False) and getattr(request, "num_stale_output_tokens", 0))
+
+
 def waits(request: Request) -> bool:
     """Whether a request's status is one that belongs in vLLM's waiting queue."""
     return str(request.status.name) in ("WAITING", "PREEMPTED")

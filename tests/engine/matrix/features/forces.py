@@ -125,14 +125,15 @@ def _abort_between(engine: Engine, ask: Ask, stops: set[int]) -> None:
 
 
 def _reset_between(engine: Engine, ask: Ask, stops: set[int], tokens: list[int]) -> None:
-    """Let vLLM compute all requests anew while a step is under way with a request that has stopped."""
+    """Let vLLM compute all requests anew while a step is under way with a request that has stopped, and again while a
+    step is under way that writes its forced end."""
     by_id, other = engine.agent.tracker.by_id, Ask(engine.prompt(1), engine.endless(max_tokens=40))
     with ending_turns(stops):
         engine.control.apply(_reserve(10))
-        for name in ("waits",):
+        for name in ("waits", "writes"):
             run = engine.run({name: ask, f"beside-{name}": other})
             waiting = engine.agent.stops.waiting
-            while not any(r in waiting for r in by_id):
+            while not any(live.expected if name == "writes" else r in waiting for r, live in by_id.items()):
                 run.step()
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
             run.until()
