@@ -285,9 +285,9 @@ class Agent:
         return self._lets_stops_sleep and self.answer_only.token_sleeps(request_id)
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
-    def stopped(self, request: Request) -> bool:
+    def stopped(self, scheduler: Scheduler, request: Request) -> bool:
         """Return whether a request that vLLM has just stopped is to go on, because it has stopped while it thinks."""
-        if self.frozen or not self.stops.goes_on(request):
+        if self.frozen or not self.stops.goes_on(scheduler, request):
             return False
         self.calm.end()
         return True

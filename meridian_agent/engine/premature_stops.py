@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_agent.vllm_adapter import premature_stops, request_api
+from meridian_agent.vllm_adapter import premature_stops, request_api, scheduler_api
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -29,7 +29,7 @@ class PrematureStops:
         # on and is not queued anew yet.
         self.waiting: dict[str, bool] = {}
 
-    def goes_on(self, request: Request) -> bool:
+    def goes_on(self, scheduler: Scheduler, request: Request) -> bool:
         """Return whether a request that vLLM has just stopped is to go on. If its answer reserve is in shadow, report
         that it would have gone on."""
         live, markers = self._tracker.by_id.get(request.request_id), self._tracker.markers
@@ -44,7 +44,7 @@ class PrematureStops:
         ending = state.ending(markers)
         if live.info.most_tokens - state.generated_tokens <= len(ending) or request_api.stops_at(request, ending):
             return False
-        if not self._masks.may_force(live):
+        if not self._masks.may_force(live) or scheduler_api.is_draining(scheduler):
             return False
         live.mark_stopped(state.ends)
         self.waiting[request.request_id] = False

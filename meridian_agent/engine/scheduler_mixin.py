@@ -180,7 +180,7 @@ class GovernedScheduler(Scheduler):
         return outputs
 
     def _handle_stopped_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self._agent is not None and self._guard.run(self._agent.stopped, request):
+        if self._agent is not None and self._guard.run(self._agent.stopped, self, request):
             # vLLM takes the request out of its queues and keeps all else of it.
             return False
         ended = super()._handle_stopped_request(request, *args, **kwargs)  # type: ignore[misc]

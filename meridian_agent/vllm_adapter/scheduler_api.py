@@ -41,6 +41,12 @@ def is_paused(scheduler: Scheduler) -> bool:
     return str(getattr(getattr(scheduler, "pause_state", None), "name", "UNPAUSED")) != "UNPAUSED"
 
 
+def is_draining(scheduler: Scheduler) -> bool:
+    """Return whether vLLM is to be paused once all running requests have ended (`/pause?mode=wait`), so that it takes
+    in no request that waits, not even a preempted one, before it is resumed."""
+    return str(getattr(getattr(scheduler, "pause_state", None), "name", "UNPAUSED")) == "PAUSED_NEW"
+
+
 def mask_facts(scheduler: Scheduler) -> tuple[int, bool]:
     """Return the length of a row of token masks in words of 32 tokens, and whether vLLM's grammars constrain thinking,
     too, and not the answer only."""

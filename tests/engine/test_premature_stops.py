@@ -113,6 +113,24 @@ def test_each_sequence_of_a_request_goes_on(llm: Any, agent: Any, control: Contr
     assert ends(control)["premature_stop"] == before.get("premature_stop", 0) + 2
 
 
+def test_a_pause_that_waits_for_the_requests_does_not_wait_for_ever(
+    llm: Any, agent: Any, scheduler: Any, control: Control, stop: int
+) -> None:
+    """vLLM takes no preempted request in again before it is resumed, so the request ends at its stop, as in stock."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    control.apply(reserve(10))
+    run = Run(llm)
+    run.add("r", opened(), stopping(stop))
+    run.until(lambda: len(run.tokens["r"]) > 2)
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    try:
+        run.until(limit=2 * AT)
+    finally:
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert (len(run.tokens["r"]), run.tokens["r"][AT], run.finished["r"]) == (AT + 1, stop, "stop")
+
+
 @pytest.mark.parametrize("at", ["take_out", "resume"])
 def test_a_fault_leaves_stock_and_no_request_behind(llm: Any, agent: Any, control: Control, stop: int, at: str) -> None:
     """Either the client sees the stop, as from stock vLLM, or the request thinks on until it stops again."""
