@@ -66,7 +66,7 @@ class PrematureStops:
             del self.waiting[request_id]
             if request is not None:
                 premature_stops.resume(scheduler, request)
-            if live is not None and live.stopped_after == live.state.ends:
+            if live is not None:
                 self._directives.end_stopped(live)
 
     def finishing(self, scheduler: Scheduler, request_ids: Collection[str] | str | None) -> None:

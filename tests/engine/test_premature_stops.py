@@ -16,6 +16,7 @@ from tests.engine import Run, chat, paced, prompt_ids
 from tests.engine.policies import ending_turns
 from tests.engine.test_decisions import opened
 from tests.engine.test_reserve import ends, reserve
+from tests.processes import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,6 +130,23 @@ def test_a_pause_that_waits_for_the_requests_does_not_wait_for_ever(
     finally:
         scheduler.set_pause_state(PauseState.UNPAUSED)
     assert (len(run.tokens["r"]), run.tokens["r"][AT], run.finished["r"]) == (AT + 1, stop, "stop")
+
+
+def test_a_freeze_between_two_steps_after_the_stop_leaves_an_answer(
+    llm: Any, agent: Any, control: Control, stop: int
+) -> None:
+    """The freeze drops the end that was to follow the stop; once it is over, the model stops again."""
+    control.apply(reserve(10))
+    run, lease = Run(llm), agent.link.lease
+    run.add("r", opened(), stopping(stop))
+    run.until(lambda: agent.tracker.preempted)
+    control.freeze()
+    wait_for(lease.frozen, 20, "the freeze to arrive")
+    control.thaw()
+    wait_for(lambda: not lease.frozen(), 20, "the end of the freeze to arrive")
+    run.until()
+    assert run.tokens["r"][AT] == agent.tracker.markers.end[0]
+    assert len(run.tokens["r"]) > AT + 1
 
 
 @pytest.mark.parametrize("at", ["take_out", "resume"])

@@ -284,6 +284,26 @@ def test_a_soft_close_does_not_wait_for_a_model_that_has_stopped() -> None:
     assert (engine.thinking("a"), tr.state.think_tokens) == (False, 2)
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_freeze_drops_the_end_that_follows_a_stop(ended: bool) -> None:
+    """Whether the freeze begins after the engine has queued the request anew or before."""
+    engine = FakeEngine()
+    tr = engine.open("a")
+    engine.run({"a": TEXT})
+    tr.mark_stopped(tr.state.ends)
+    if ended:
+        engine.directives.end_stopped(tr)
+    engine.directives.freeze()
+    if not ended:
+        engine.directives.end_stopped(tr)
+    engine.run({"a": TEXT})
+    assert (engine.thinking("a"), tr.state.think_tokens) == (True, 2)
+    # After the freeze the model stops again.
+    model_stops(engine, "a")
+    engine.run({"a": TEXT})
+    assert (engine.thinking("a"), tr.state.think_tokens) == (False, 2)
+
+
 def test_a_force_that_comes_too_late() -> None:
     engine = FakeEngine()
     engine.open("a")
