@@ -288,8 +288,6 @@ class Directives:
     def end_stopped(self, live: LiveRequest) -> None:
         """End the thinking of a request whose model has stopped while it thought, in the coming steps. An end that was
         decided before stays as it is; an end that a freeze has voided meanwhile does not follow."""
-        # vLLM has dropped the tokens that a mask forced in the step after the stop.
-        live.expect_nothing()
         if live.ending is None and live.stopped_after == live.state.ends:
             cap = _open_cap(live)
             at_stop = Ending((), cap.decision_id if cap else 0, by_cap=True, by_reserve=True, at_stop=True)

@@ -225,6 +225,9 @@ class StepAccounting:
             for out in theirs:
                 if live := self._tracker.by_id.get(out.request_id):
                     self._one(live, out, index, signals)
+        for live in self._tracker.due:
+            # Where vLLM has dropped the step's tokens, as after a failure to load KV, the end is still to be forced.
+            live.expect_nothing()
         self._tracker.looked_at(others)
         if self._tracker.loops.enabled and runner_output.req_ids:
             self._tracker.look_for_loops()

@@ -259,18 +259,6 @@ def test_a_soft_close_does_not_wait_for_a_number_without_end() -> None:
     assert tr.state.think_tokens <= MAX_WAIT_STEPS + 1
 
 
-def test_an_end_in_the_masks_of_a_step_that_a_stop_throws_away_is_still_to_come() -> None:
-    engine = FakeEngine()
-    tr = engine.open("a")
-    engine.run({"a": TEXT})
-    engine.accept(caps(cap(1, 0, 1)))
-    assert engine.directives.forced_tokens(tr, 1)
-    model_stops(engine, "a")
-    assert not tr.expected
-    engine.run({"a": TEXT})
-    assert not engine.thinking("a")
-
-
 def test_a_soft_close_does_not_wait_for_a_model_that_has_stopped() -> None:
     engine = FakeEngine()
     engine.tracker.sentences = table_of([TokenText("3")] * (TEXT + 1))

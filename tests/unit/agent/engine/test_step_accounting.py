@@ -74,14 +74,18 @@ class Engine:
         self.probing.placed[f"{PREFIX}{number}"] = probe
         return f"{PREFIX}{number}"
 
-    def step(self, tokens: dict[str, list[int]], entropies: list[float], finished: set[str]) -> tuple[bytes, list[str]]:
+    def step(
+        self, tokens: dict[str, list[int]], entropies: list[float], finished: set[str], dropped: str = ""
+    ) -> tuple[bytes, list[str]]:
         """Account a step; return its report, and the ids of the outputs that the clients get.
 
         tokens: the new tokens of each request and probe, in the order of the rows. finished: ids that end in the step.
+        dropped: request whose tokens vLLM drops.
         """
         outputs = [
             SimpleNamespace(request_id=name, new_token_ids=new, finish_reason="stop" if name in finished else None)
             for name, new in tokens.items()
+            if name != dropped
         ]
         group = SimpleNamespace(outputs=outputs, finished_requests=set(finished), scheduler_stats=None)
         runner_output = SimpleNamespace(
@@ -172,6 +176,21 @@ def test_an_end_that_a_logits_processor_forbids_is_given_up(caplog: pytest.LogCa
         assert (live.ending is None, live.allowed) == (refused, not refused)
     (line,) = caplog.messages
     assert "request r: a logits processor of this engine forbids the forced end of its thinking" in line
+
+
+def test_an_end_is_still_to_be_forced_whose_tokens_vllm_has_dropped() -> None:
+    engine = Engine()
+    for name in ("r", "other"):
+        engine.open(name, [START])
+    live = engine.tracker.by_id["r"]
+    live.begin_forced_end(Ending((END,), 5))
+    engine.tracker.watch_limit(live)
+    live.expect_forced_end(0, 1)
+    engine.step({"r": [END], "other": [TEXT]}, [1.0, 1.0], set(), dropped="r")
+    assert (live.expected, live.state.think_tokens) == ({}, 0)
+    live.expect_forced_end(0, 1)
+    engine.step({"r": [END], "other": [TEXT]}, [1.0, 1.0], set())
+    assert (live.ending, live.state.ends) == (None, 1)
 
 
 def test_the_log_tells_once_of_an_answer_that_ends_thinking(caplog: pytest.LogCaptureFixture) -> None:
