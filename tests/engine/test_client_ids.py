@@ -55,14 +55,27 @@ def stopped(served: Served, stop: str, request_id: str) -> dict[str, Any]:
     return post(served, "completions", {**long, "stop": [stop], "request_id": request_id})
 
 
-async def leave(served: Served) -> None:
+def left(served: Served, control: Control) -> list[fleet_pb2.RequestLife]:
+    """Return what the control plane knows of the two choices of a chat whose client has disconnected, in time: on a
+    busy machine a choice may reach its last token before the server hears of it, and another chat is sent."""
+    lives: list[fleet_pb2.RequestLife] = []
+    for number in range(5):
+        asyncio.run(_leave(served, f"left-{number}"))
+        found = explained(control, f"left-{number}", ends=2)
+        lives = [found.life, *found.siblings]
+        if all(life.events[-1].detail != "length" for life in lives):
+            break
+    return lives
+
+
+async def _leave(served: Served, request_id: str) -> None:
     """Send a chat with two choices, and disconnect after the first part of the answer."""
     async with served.client() as client:
         chunks = await client.chat.completions.create(
             **chat(n=2, temperature=1.0, max_tokens=900),
             model="maze",
             stream=True,
-            extra_body={"ignore_eos": True, "request_id": "left"},
+            extra_body={"ignore_eos": True, "request_id": request_id},
         )
         await anext(aiter(chunks))
         await chunks.close()
@@ -183,10 +196,7 @@ def test_stop_strings_of_streams_sleep_while_the_model_thinks(apart: tuple[Serve
 
 
 def test_a_client_that_leaves_is_told_as_one(apart: tuple[Served, Control]) -> None:
-    served, control = apart
-    asyncio.run(leave(served))
-    found = explained(control, "left", ends=2)
-    assert {life.events[-1].detail for life in (found.life, *found.siblings)} == {"the client has gone"}
+    assert {life.events[-1].detail for life in left(*apart)} == {"the client has gone"}
 
 
 def test_hostile_texts_reach_no_terminal_and_no_log(apart: tuple[Served, Control]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.engine.served import PROMPTS, all_of, governed, phase_metrics, stream
-from tests.engine.test_client_ids import explained, leave, stopped, written
+from tests.engine.test_client_ids import explained, left, stopped, written
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -37,12 +37,11 @@ def test_the_causes_of_aborts_reach_each_rank(ranks: tuple[Served, Control]) -> 
     stop = written(served)
     for number in range(4):
         stopped(served, stop, f"stopped-{number}")
-    asyncio.run(leave(served))
+    gone = left(served, control)
     lives = [explained(control, f"stopped-{number}").life for number in range(4)]
-    left = explained(control, "left", ends=2)
     assert {life.events[-1].detail for life in lives} == {"stop"}
-    assert {life.events[-1].detail for life in (left.life, *left.siblings)} == {"the client has gone"}
-    assert {life.engine_id for life in (*lives, left.life, *left.siblings)} == {"served", "served-dp1"}
+    assert {life.events[-1].detail for life in gone} == {"the client has gone"}
+    assert {life.engine_id for life in (*lives, *gone)} == {"served", "served-dp1"}
 
 
 async def test_each_rank_is_an_engine_of_its_own(ranks: tuple[Served, Control]) -> None:
