@@ -44,8 +44,8 @@ class KeptThinking:
         self.given_up = 0
         # By the hash of the first of the blocks; the one whose time is over first stands first.
         self._kept: dict[Any, Kept] = {}
-        # What the prompts of live requests repeat, by the request.
-        self._repeating: dict[str, Kept] = {}
+        # What the prompts of live requests repeat, as keys of the above, by the request.
+        self._repeating: dict[str, list[Any]] = {}
 
     def set_seconds(self, seconds: int) -> None:
         """Keep thinking for this time from now on, that of earlier requests included."""
@@ -59,25 +59,25 @@ class KeptThinking:
             return
         self._expire(scheduler)
         if not self._kept.keys().isdisjoint(request.block_hashes):
-            found = [self._kept.pop(known) for known in request.block_hashes if known in self._kept]
-            blocks = {number: known for kept in found for number, known in kept.blocks.items()}
-            self._repeating[request.request_id] = found[0]._replace(blocks=blocks)
+            self._repeating[request.request_id] = [known for known in request.block_hashes if known in self._kept]
             if len(self._repeating) > MAX_KEPT:
                 del self._repeating[next(iter(self._repeating))]
 
     def keep(self, scheduler: Scheduler, request: Request, first: int) -> None:
         """Note the blocks of a request that ends and whose thinking is kept. first: index of the first block with a
         generated token."""
-        repeated = self._repeating.pop(request.request_id, None)
-        first = first if repeated is None else repeated.first
+        repeated = [self._kept.pop(k) for k in self._repeating.pop(request.request_id, ()) if k in self._kept]
+        first = repeated[0].first if repeated else first
         if not self.seconds or first >= len(request.block_hashes):
             return
         manager = scheduler.kv_cache_manager
         pool, numbers = manager.block_pool.blocks, manager.get_block_ids(request.request_id)[0][first:]
         blocks = {number: known for number in numbers if (known := pool[number].block_hash) is not None}
         key = request.block_hashes[first]
-        for earlier in (repeated, self._kept.pop(key, None)):
-            blocks = blocks if earlier is None else earlier.blocks | blocks
+        if (same := self._kept.pop(key, None)) is not None:
+            repeated.append(same)
+        for earlier in repeated:
+            blocks = earlier.blocks | blocks
         self._kept[key] = Kept(first, self._clock(), blocks)
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
@@ -88,11 +88,15 @@ class KeptThinking:
             self.keep(scheduler, request, 0)
 
     def _expire(self, scheduler: Scheduler) -> None:
-        last_s, pool = self._clock() - self.seconds, scheduler.kv_cache_manager.block_pool
+        now_s, pool = self._clock(), scheduler.kv_cache_manager.block_pool
         while self._kept:
             key = next(iter(self._kept))
-            if self._kept[key].since_s > last_s:
+            if self._kept[key].since_s > now_s - self.seconds:
                 return
+            if any(key in keys for keys in self._repeating.values()):
+                # A live request repeats it, which may wait without its blocks; the time begins anew when it ends.
+                self._kept[key] = self._kept.pop(key)._replace(since_s=now_s)
+                continue
             free = [
                 number
                 for number, known in self._kept.pop(key).blocks.items()

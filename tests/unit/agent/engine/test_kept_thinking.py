@@ -92,6 +92,27 @@ def test_a_turn_that_repeats_a_part_takes_all_with_it() -> None:
     assert engine.arrives("other", 50) == [2, 3, 4, 5, 6, 7, 8]
 
 
+def test_turns_that_repeat_the_same_thinking_at_once_each_keep_it() -> None:
+    """As with a sampling of several answers to one prompt, some of which wait while others end."""
+    engine = Engine()
+    engine.ends("a", 1, 2, 3, first=1)
+    engine.arrives("b", 1, 2, 3)
+    engine.arrives("c", 1, 2, 3)
+    engine.now_s = 5
+    engine.ends("b", 1, 2, 3, 4)
+    # The other turn waits without blocks, perhaps after a preemption.
+    engine.now_s = 30
+    assert engine.arrives("d", 1, 2, 3) == []
+    engine.ends("c", 1, 2, 3, 5)
+    engine.now_s = 50
+    assert engine.arrives("other", 50) == []
+    engine.ends("d", 1, 2, 3, 6)
+    engine.now_s = 59
+    assert engine.arrives("other", 50) == []
+    engine.now_s = 60
+    assert engine.arrives("other", 50) == [2, 3, 4, 5, 6]
+
+
 def test_blocks_that_are_used_or_were_reused_stay() -> None:
     engine = Engine()
     engine.ends("a", 1, 2, 3, 4, first=1)
