@@ -79,9 +79,9 @@ class TokenMasks:
 
     def may_force(self, live: LiveRequest) -> bool:
         """Return whether a forced end can be written into the thinking of a request: its own parameters allow the
-        tokens, and no grammar constrains its thinking."""
+        tokens, and no grammar constrains its thinking, nor the answer whose text has a marker."""
         constrained = self._grammar_covers_thinking and live.ref.structured_output_request is not None
-        return not constrained and self._may_end(live)
+        return not (constrained or request_api.grammar_holds(live.ref)) and self._may_end(live)
 
     def _may_end(self, live: LiveRequest, unknown: int = 0) -> bool:
         """Return whether the request's own parameters allow the tokens of a forced end, because the only token of a

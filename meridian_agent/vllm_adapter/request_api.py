@@ -80,6 +80,13 @@ def grammar_takes(request: Request, tokens: Sequence[int]) -> bool:
     return len(request.structured_output_request.grammar.validate_tokens(list(tokens))) == len(tokens)
 
 
+def grammar_holds(request: Request) -> bool:
+    """Whether a request's grammar constrains its newest token. vLLM notes False while its reasoning parser sees the
+    request reason; no note means that no parser has looked, so that the grammar holds from the first token on."""
+    structured = request.structured_output_request
+    return structured is not None and getattr(structured, "reasoning_ended", None) is not False
+
+
 def not_yet_allows(request: Request, tokens: Sequence[int], unknown: int) -> bool:
     """Whether one of these tokens would finish a request that has not generated its min_tokens yet. unknown: number of
     tokens that the request may have generated beyond those that vLLM has counted."""

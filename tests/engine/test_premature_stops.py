@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from meridian_agent.vllm_adapter import premature_stops
-from tests.engine import Run, chat, paced, prompt_ids
+from tests.engine import Run, cases, chat, paced, prompt_ids
 from tests.engine.policies import ending_turns
 from tests.engine.test_decisions import opened
 from tests.engine.test_reserve import ends, reserve
@@ -112,6 +113,15 @@ def test_each_sequence_of_a_request_goes_on(llm: Any, agent: Any, control: Contr
     end = agent.tracker.markers.end[0]
     assert [list(o.token_ids).index(end) for o in output.outputs] == [AT, AT]
     assert ends(control)["premature_stop"] == before.get("premature_stop", 0) + 2
+
+
+def test_a_text_that_a_grammar_has_completed_ends(llm: Any, agent: Any, control: Control) -> None:
+    """A start marker in the text is content, although the model thinks again by its tokens."""
+    control.apply(reserve(10))
+    text = StructuredOutputsParams(regex="A<think>B")
+    answering = {**cases()[0], "template": {"enable_thinking": False}}
+    (tokens,) = chat(llm, [answering], SamplingParams(temperature=0.0, max_tokens=MOST, structured_outputs=text))
+    assert llm.get_tokenizer().convert_ids_to_tokens(tokens) == ["A", "<think>", "B", "<|im_end|>"]
 
 
 def test_a_pause_that_waits_for_the_requests_does_not_wait_for_ever(
