@@ -520,6 +520,8 @@ class Agent:
         drafted = output.scheduled_spec_decode_tokens
         if self.lease.attention:
             self._take_inbox()
+            # The step's token may be the end of thinking, with which vLLM stops the requests that are armed.
+            self.hand_over.obey()
         elif self.calm.number == self.tracker.run.number and not drafted:
             return base
         if self.frozen or not (self.tracker.due or drafted):

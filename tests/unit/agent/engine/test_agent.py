@@ -102,6 +102,24 @@ def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(
     assert [outcome[:2] for outcome in agent.tracker.record.outcomes] == [(1, Outcome.AGENT_OFF)]
 
 
+def test_the_token_of_a_step_stops_as_the_decisions_before_its_masks_say(agent: Agent) -> None:
+    """Their outcomes are reported at once, so that vLLM must not stop the request for an earlier one any more."""
+    armed: dict[str, str] = {}
+    port: Any = SimpleNamespace(
+        arm=lambda ref, url, *_: armed.update({ref.request_id: url}),
+        disarm=lambda ref: armed.pop(ref.request_id, None),
+    )
+    agent.hand_over._port = port
+    agent.directives.hand_overs.refusal = ""
+    agent.link.lease.begins()
+    live = opened(agent.tracker, "a", ref=SimpleNamespace(request_id="a"), hand_over_candidate=True)
+    for number, url in enumerate(("http://b", "http://c", ""), 1):
+        decided = agent_pb2.HandOver(decision_id=number, slot=live.slot, url=url, ref="r")
+        agent.link.inbox.put(agent_pb2.Directives(step=9, hand_overs=[decided]))
+        agent.bitmask(scheduler_of(), scheduled({"a": 1}), None)
+        assert armed == ({"a": url} if url else {})
+
+
 def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_expected(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
