@@ -166,7 +166,9 @@ class HandOverPort:
             stop_tokens.replace(request, target.own)
 
     def disarm_all(self) -> None:
-        """Let all live requests give their answers on this engine."""
+        """Let all live requests give their answers on this engine, and forget those that were handed over, of which no
+        agent tells any more."""
+        self._handed_over.clear()
         for request_id in list(self._targets):
             if (request := self._scheduler.requests.get(request_id)) is not None:
                 self.disarm(request)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from meridian_agent.core.guard import Guard
 from meridian_agent.core.hand_overs import NO_CONNECTOR
-from meridian_agent.vllm_adapter.hand_over import no_hand_over
+from meridian_agent.vllm_adapter.hand_over import SIGN, HandOverPort, no_hand_over
 
 
 class NixlPullConnector:
@@ -47,3 +48,26 @@ def engine(connector: Any, groups: int = 1, ranks: int = 1, lease_s: int = 30, p
 )
 def test_what_is_in_the_way(made: Any, why: str) -> None:
     assert no_hand_over(made) == why
+
+
+def test_after_a_fault_nothing_is_left_of_a_request_that_was_handed_over_in_its_step() -> None:
+    """No agent takes it, and a later request may have its id."""
+    made = engine(NixlPullConnector())
+    made.block_size, made.connector.update_state_after_alloc = 32, lambda *_: None
+    made.connector.request_finished = lambda *_: (True, {"remote_block_ids": [[4]]})
+    made.kv_cache_manager = SimpleNamespace(get_blocks=lambda _: None)
+    port = HandOverPort(made, Guard())
+    request: Any = SimpleNamespace(
+        request_id="r",
+        sampling_params=SimpleNamespace(stop_token_ids=None),
+        kv_transfer_params=None,
+        status=SimpleNamespace(name="FINISHED_STOPPED"),
+        output_token_ids=[2],
+        num_tokens=9,
+        max_tokens=50,
+    )
+    port.arm(request, "http://b", "ref", [2])
+    made.connector.request_finished(request, [4])
+    assert request.stop_reason.startswith(SIGN)
+    port.disarm_all()
+    assert port.take("r") is None
