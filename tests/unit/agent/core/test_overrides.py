@@ -80,7 +80,7 @@ MARKERS = Markers(((START,),), ((END,),))
 
 
 def params(budget: object, **extra: object) -> SimpleNamespace:
-    return SimpleNamespace(thinking_token_budget=budget, extra_args=extra or None)
+    return SimpleNamespace(thinking_token_budget=budget, extra_args=extra or None, stop_token_ids=None)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,15 @@ def test_another_engine_continues_what_a_connector_keeps_for_it(connector: Any, 
 def test_a_relay_marks_the_requests_that_it_can_continue(mark: object, candidate: bool) -> None:
     own = {} if mark is None else {CANDIDATE: mark}
     assert told(params(None, **own)).hand_over_candidate is candidate
+
+
+@pytest.mark.parametrize(("stops", "candidate"), [([TEXT], True), ([TEXT, END], False)])
+def test_a_request_that_stops_where_its_thinking_ends_wants_no_answer_of_another_engine(
+    stops: list[int], candidate: bool
+) -> None:
+    made = params(None, **{CANDIDATE: 1})
+    made.stop_token_ids = stops
+    assert told(made).hand_over_candidate is candidate
 
 
 @pytest.mark.parametrize(
