@@ -38,13 +38,13 @@ class PrematureStops:
         state = self._tracker.thinking_before_newest(live)
         if state is None or self._refusal or live.stopped_after == state.ends or live.info.remote_decode:
             return False
-        if not live.reserve_tokens:
-            self._directives.shadow_stop(live, state.think_tokens)
-            return False
         ending = state.ending(markers)
         if live.info.most_tokens - state.generated_tokens <= len(ending) or request_api.stops_at(request, ending):
             return False
         if not self._masks.may_force(live) or scheduler_api.is_draining(scheduler):
+            return False
+        if not live.reserve_tokens:
+            self._directives.shadow_stop(live, state.think_tokens)
             return False
         live.mark_stopped(state.ends)
         self.waiting[request.request_id] = False

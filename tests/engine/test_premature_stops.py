@@ -80,6 +80,10 @@ def test_in_shadow_the_model_stops_and_the_stop_is_counted(
     # The stop counts once the request's own reserve is known.
     (tokens,) = paced(llm, [opened()], stopping(stop), settled)
     assert (len(tokens), tokens[AT]) == (AT + 1, stop)
+    # A stop that would stay in force, too, does not count.
+    end = agent.tracker.markers.end[0]
+    (tokens,) = paced(llm, [opened()], stopping(stop, stop_token_ids=[stop, end]), settled)
+    assert (len(tokens), tokens[AT]) == (AT + 1, stop)
     after = ends(control)
     assert after["answer_reserve_shadowed"] == before.get("answer_reserve_shadowed", 0) + 1
 
