@@ -38,13 +38,18 @@ def is_async(scheduler: Scheduler) -> bool:
 
 def is_paused(scheduler: Scheduler) -> bool:
     """Return whether vLLM is paused, so that it makes no step with requests. Any thread may call this."""
-    return str(getattr(getattr(scheduler, "pause_state", None), "name", "UNPAUSED")) != "UNPAUSED"
+    return _pause_state(scheduler) != "UNPAUSED"
 
 
 def is_draining(scheduler: Scheduler) -> bool:
     """Return whether vLLM is to be paused once all running requests have ended (`/pause?mode=wait`), so that it takes
     in no request that waits, not even a preempted one, before it is resumed."""
-    return str(getattr(getattr(scheduler, "pause_state", None), "name", "UNPAUSED")) == "PAUSED_NEW"
+    return _pause_state(scheduler) == "PAUSED_NEW"
+
+
+def _pause_state(scheduler: Scheduler) -> str:
+    """Return the name of vLLM's PauseState; older versions of vLLM cannot be paused."""
+    return str(getattr(getattr(scheduler, "pause_state", None), "name", "UNPAUSED"))
 
 
 def mask_facts(scheduler: Scheduler) -> tuple[int, bool]:

@@ -143,7 +143,6 @@ class _File:
 
 def audit(paths: Iterable[Path]) -> Audit:
     """Audit the traces of one run, in order; the run is at rest at the end of the last one."""
-    # A model that samples its tokens may stop at any token.
     found, invariants, listed = Audit(), Invariants(), list(paths)
     for path in listed:
         file = _File(found, invariants)
