@@ -288,7 +288,7 @@ class Directives:
     def end_stopped(self, live: LiveRequest) -> None:
         """End the thinking of a request whose model has stopped while it thought, in the coming steps. An end that was
         decided before stays as it is; an end that a freeze has voided meanwhile does not follow."""
-        if live.ending is None and live.stopped_after == live.state.ends:
+        if live.ending is None and live.has_stopped:
             cap = _open_cap(live)
             at_stop = Ending((), cap.decision_id if cap else 0, by_cap=True, by_reserve=True, at_stop=True)
             live.begin_forced_end(at_stop)
@@ -478,4 +478,4 @@ def _begun(live: LiveRequest) -> bool:
 def _bound(live: LiveRequest) -> bool:
     """Return whether a forced end is completed although its decision is dropped: it has begun, or the model's own stop
     has been taken back in its favour, so that without it the request would stop there again without an answer."""
-    return _begun(live) or live.stopped_after == live.state.ends
+    return _begun(live) or live.has_stopped

@@ -264,6 +264,11 @@ class LiveRequest:
         """Note that the model has stopped in the thinking that follows so many ends of thinking."""
         self.stopped_after = ends
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the model has stopped in the thinking that the request is in, and that stop was taken back."""
+        return self.stopped_after == self.state.ends
+
     def credit_forced_end(self, decision_id: int) -> None:
         """Attribute a forced end that the default cap began to this decision."""
         if self.ending is not None and self.ending.by_cap and not self.ending.decision_id:

@@ -44,7 +44,7 @@ class KeptThinking:
         self.given_up = 0
         # By the hash of the first of the blocks; the one whose time is over first stands first.
         self._kept: dict[Any, Kept] = {}
-        # What the prompts of live requests repeat, as keys of the above, by the request.
+        # Each live request whose prompt repeats kept thinking has the keys of that thinking here.
         self._repeating: dict[str, list[Any]] = {}
 
     def set_seconds(self, seconds: int) -> None:

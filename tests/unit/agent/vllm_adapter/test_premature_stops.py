@@ -1,4 +1,4 @@
-"""What becomes of a request that was to go on past its stop when the agent fails."""
+"""If the agent fails, a request that was to go on past its stop is queued anew or ends, as its client knows it."""
 
 from __future__ import annotations
 
