@@ -320,7 +320,7 @@ class ControlStream:
             self._receive_freeze(response.freeze)
         elif kind == "welcome":
             self.inbox.begin()
-            self.outbox.byte_columns = response.welcome.reads_byte_columns
+            self.outbox.sparse_columns = response.welcome.reads_sparse_columns
             self.outbox.snapshot_parts = response.welcome.reads_snapshot_parts
             self.outbox.heartbeat_s = response.welcome.heartbeat_ms / 1000
             self.lease.answers_soon = response.welcome.heartbeat_ms > 0

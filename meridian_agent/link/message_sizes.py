@@ -25,7 +25,7 @@ WHOLE_BYTES = 15 << 20
 # Smallest number of bytes to which a bound is lowered after a refusal; one row may have more.
 LEAST_BYTES = 1 << 12
 # Largest numbers of bytes: of the numbers and tags of a row of each kind, without its texts.
-TOKEN_BYTES, PROBE_BYTES, SLOT_BYTES, OUTCOME_BYTES, OPENED_BYTES = 28, 64, 24, 40, 160
+TOKEN_BYTES, PROBE_BYTES, SLOT_BYTES, OUTCOME_BYTES, OPENED_BYTES = 32, 64, 24, 40, 160
 STEP_BYTES, REPORT_HEAD_BYTES = 64, 512
 # Fields of a record with an entry for each token, request or decision; and the fields that only one of the reports of a
 # step has, as the others have them.
@@ -110,7 +110,7 @@ def record_bytes(record: Record) -> int:
     return size + PROBE_BYTES * len(record.probes)
 
 
-def reports_of(record: StepRecord, most_bytes: int, byte_columns: bool) -> Iterator[agent_pb2.StepReport]:
+def reports_of(record: StepRecord, most_bytes: int, sparse: bool) -> Iterator[agent_pb2.StepReport]:
     """Yield the reports of one step that are together what `step_report` makes of its record, in the order in which a
     control plane takes in the parts of a report. A control plane of any version takes each for a report of its own: the
     last has the record's number, and those with openings or tokens have the same.
@@ -120,7 +120,7 @@ def reports_of(record: StepRecord, most_bytes: int, byte_columns: bool) -> Itera
     record.spread()
     flags, most = record.row_flags(), most_bytes - REPORT_HEAD_BYTES - STEP_BYTES
     for some in _chunks(record.opened, [_opened_bytes(row) for row in record.opened], most):
-        yield step_report([_like(record, opened=some)], byte_columns)
+        yield step_report([_like(record, opened=some)], sparse)
     rows = len(record.slots)
     at_once = max(1, most // TOKEN_BYTES)
     for begin in range(0, rows, at_once):
@@ -130,18 +130,18 @@ def reports_of(record: StepRecord, most_bytes: int, byte_columns: bool) -> Itera
         )
         # The control plane estimates the time of a step from its tokens.
         part.step_time_ms = record.step_time_ms * (cut.stop - cut.start) / rows
-        yield step_report([part], byte_columns)
+        yield step_report([part], sparse)
     for name in ("joined", "probes", "loops", "preempted", "resumed", "continued", "preemptions"):
         for some in _chunks(listed := getattr(record, name), [PROBE_BYTES] * len(listed), most):
-            yield step_report([_like(record, **{name: some})], byte_columns)
+            yield step_report([_like(record, **{name: some})], sparse)
     sizes = [OUTCOME_BYTES + _bytes(detail) for *_, detail in record.outcomes]
     for some in _chunks(record.outcomes, sizes, most):
-        yield step_report([_like(record, outcomes=some)], byte_columns)
+        yield step_report([_like(record, outcomes=some)], sparse)
     chunks = list(_chunks(record.closed, [SLOT_BYTES] * len(record.closed), most)) or [[]]
     for some in chunks[:-1]:
-        yield step_report([_like(record, closed=some)], byte_columns)
+        yield step_report([_like(record, closed=some)], sparse)
     once = {name: getattr(record, name) for name in NOTHING_ONCE}
-    yield step_report([_like(record, closed=chunks[-1], **once)], byte_columns)
+    yield step_report([_like(record, closed=chunks[-1], **once)], sparse)
 
 
 def _like(record: StepRecord, **fields: Any) -> StepRecord:

@@ -94,10 +94,10 @@ def decisions_in(message: agent_pb2.Directives) -> int:
     return sum([len(getattr(message, kind)) for kind in DECISION_KINDS]) + len(message.plan.slot)
 
 
-def step_report(records: Sequence[Record], byte_columns: bool = False) -> agent_pb2.StepReport:
+def step_report(records: Sequence[Record], sparse: bool = False) -> agent_pb2.StepReport:
     """Return one report of consecutive steps: it has the token rows of all steps, and the gauges of the last step.
 
-    byte_columns: whether the control plane reads the token rows as bytes.
+    sparse: whether the control plane reads TokenColumns.sparse.
     """
     last = records[-1]
     gauges = last.gauges or Gauges()
@@ -122,10 +122,10 @@ def step_report(records: Sequence[Record], byte_columns: bool = False) -> agent_
     for record in records:
         if isinstance(record, StepRecord) and not record.is_text:
             _add(report, record)
-        if record.slots and not byte_columns:
+        if record.slots and not sparse:
             _add_tokens(report.tokens, record)
-    if byte_columns and (encoded := _byte_columns(records)):
-        report.tokens.byte_columns = encoded
+    if sparse and (columns := _sparse_columns(records)) is not None:
+        report.tokens.sparse.CopyFrom(columns)
     return report
 
 
@@ -173,45 +173,63 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
         report.outcomes.add(decision_id=decision_id, outcome=outcome, think_tokens=think_tokens, detail=detail)
 
 
-def _byte_columns(records: Sequence[Record]) -> bytes:
-    """Return the token rows of the records as TokenColumns.byte_columns has them."""
+def _sparse_columns(records: Sequence[Record]) -> agent_pb2.SparseColumns | None:
+    """Return the token rows of the records; None if they have none."""
     # A record whose rows a snapshot has replaced has no slots, but may have the rows' other columns.
     with_rows = [record for record in records if record.slots]
     if not with_rows:
-        return b""
-    groups = [[*group] for _, group in groupby(with_rows, key=_shared_columns)]
-    slots, phases, flags = zip(*map(_known_columns, groups), strict=True)
-    known = np.concatenate((*slots, *phases, *flags))
-    entropies, end_ranks, *log_probabilities = np.concatenate([*map(_signal_columns, groups)], axis=1)
-    columns = known, end_ranks, entropies, *log_probabilities
-    return b"".join(column.astype("<u4", copy=False).tobytes() for column in columns)
+        return None
+    runs = [[*run] for _, run in groupby(with_rows, key=_same_rows)]
+    slots = [np.array(run[0].slots, "<u2") for run in runs]
+    phases = [np.array(run[0].phases, np.uint8) for run in runs]
+    sparse = agent_pb2.SparseColumns(
+        run_rows=[*map(len, slots)],
+        run_steps=[*map(len, runs)],
+        slot=b"".join([column.tobytes() for column in slots]),
+        phase=b"".join([column.tobytes() for column in phases]),
+    )
+    flags = np.concatenate([*map(_flags, runs, phases)])
+    if len(flagged := flags.nonzero()[0]):
+        sparse.flagged_row, sparse.flags = _encoded(flagged), _encoded(flags[flagged])
+    if any(record.told is not None for record in with_rows):
+        parts = [_signal_columns([*part]) for _, part in groupby(with_rows, key=_same_signals)]
+        signals = np.concatenate(parts, axis=1)
+        measured = signals[1].nonzero()[0]
+        entropies, end_ranks, *log_probabilities = signals[:, measured]
+        columns = end_ranks, entropies, *log_probabilities
+        sparse.measured_row, sparse.signals = _encoded(measured), b"".join([*map(_encoded, columns)])
+    return sparse
 
 
-def _shared_columns(record: Record) -> tuple[int, ...]:
-    """Return what is equal for records that have the same columns but for signals and the members' flags. Nearly all
-    steps share their columns with the step before; nobody changes these lists."""
+def _encoded(column: NDArray[Any]) -> bytes:
+    """Return the four bytes of each number."""
+    return column.astype("<u4", copy=False).tobytes()
+
+
+def _same_rows(record: Record) -> tuple[int, ...]:
+    """Return what is equal for records with the same slots and phases and the same members of the run. Nearly all steps
+    share these lists with the step before; nobody changes them."""
+    return (id(record),) if record.flags or not record.text else (id(record.slots), id(record.phases))
+
+
+def _same_signals(record: Record) -> tuple[int, ...]:
+    """Return what is equal for records whose rows have the same places in as many rows of the runner."""
     told = record.told
-    if record.flags or not record.text or isinstance(told, tuple):
-        return (id(record),)
-    return id(record.slots), id(record.phases), id(record.rows), -1 if told is None else len(told)
+    return (id(record),) if isinstance(told, tuple) else (id(record.rows), -1 if told is None else len(told))
 
 
-def _known_columns(records: Sequence[Record]) -> Iterator[NDArray[np.uint32]]:
-    """Yield the slots, phases and flags of the rows of records with the same `_shared_columns`."""
-    first, times = records[0], len(records)
-    phases = np.array(first.phases, np.uint32)
-    yield np.tile(np.array(first.slots, np.uint32), times)
-    yield np.tile(phases, times)
-    flags = text_flags(records, phases)
-    yield np.concatenate((flags, np.array(first.flags, np.uint32))) if first.flags else flags
+def _flags(run: Sequence[Record], phases: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Return the flags of the rows of records with the same `_same_rows`. phases: those of each record, [rows]."""
+    of_members, others = text_flags(run, phases), run[0].flags
+    return np.concatenate((of_members, np.array(others, np.uint32))) if others else of_members
 
 
 def _signal_columns(records: Sequence[Record]) -> NDArray[np.uint32]:
-    """Return the bits of the signals of the rows of records with the same `_shared_columns`, [4, rows], in the order of
+    """Return the bits of the signals of the rows of records with the same `_same_signals`, [4, rows], in the order of
     StepSignals."""
     first = records[0]
     if first.told is None:
-        return np.repeat(NOT_MEASURED, len(records) * len(first.slots), axis=1)
+        return np.repeat(NOT_MEASURED, sum([len(record.slots) for record in records]), axis=1)
     bits = signal_bits([record.told for record in records if record.told is not None])
     return bits.take(np.array(first.rows, np.intp), axis=2).swapaxes(0, 1).reshape(4, -1)
 

@@ -69,9 +69,9 @@ class Outbox:
         # The stream has not had a snapshot yet. Set on the link's thread, cleared on the engine's thread, or on the
         # link's while the engine is idle.
         self.snapshot_due = False
-        # Whether the stream's control plane reads token rows as bytes, and snapshots in parts; set before the stream's
-        # first report.
-        self.byte_columns = self.snapshot_parts = False
+        # Whether the stream's control plane reads sparse columns, and snapshots in parts; set before the stream's first
+        # report.
+        self.sparse_columns = self.snapshot_parts = False
         self.bounds = Bounds()
         # Whether the workers measure something in the newest step. Set on the engine's thread.
         self.measures = False
@@ -287,8 +287,8 @@ class Outbox:
         if len(self._unanswered) < UNANSWERED_REPORTS:
             self._unanswered.append((last.step, last.ended_s))
         if len(batch) == 1 and record_bytes(last) > self.bounds.report - REPORT_HEAD_BYTES:
-            return reports_of(last, self.bounds.report, self.byte_columns)
-        return [step_report(batch, self.byte_columns)]
+            return reports_of(last, self.bounds.report, self.sparse_columns)
+        return [step_report(batch, self.sparse_columns)]
 
     def _snapshot(self, snapshot: SnapshotRecord) -> Iterator[agent_pb2.ConnectRequest]:
         """Yield the messages of a snapshot. The control plane may answer each of them, with the number of an older

@@ -6,6 +6,7 @@ reads no clock.
 
 from __future__ import annotations
 
+from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,11 @@ KINDS = np.array([OTHER_TOKEN, ANSWER_TOKEN], np.uint8)
 # Bytes of each row in TokenColumns.byte_columns, and the columns of end rank, entropy and the end marker's
 # log-probability there.
 ROW_BYTES, ENCODED_SIGNALS = 7 * 4, slice(3, 6)
+# Largest number of rows of a report with sparse columns, of which a few bytes could say that there are billions. A
+# correct agent sends half as many at most.
+MAX_ROWS = 1 << 16
+# The bits of the entropy and of the log-probabilities in a row that was not measured.
+NOT_MEASURED = np.float32(np.nan).view(np.uint32)
 # Largest number of rows of one slot in a report. No correct agent sends more, however many steps a report merges.
 MAX_ROWS_PER_SLOT = 1 << 14
 
@@ -236,8 +242,15 @@ def differs(column: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def row_count(columns: agent_pb2.TokenColumns) -> int:
-    """Return the number of rows."""
-    return len(columns.byte_columns) // ROW_BYTES or len(columns.slot)
+    """Return the number of rows. Raises BadReport if sparse columns say that they have too many."""
+    if not columns.HasField("sparse"):
+        return len(columns.byte_columns) // ROW_BYTES or len(columns.slot)
+    rows, steps = columns.sparse.run_rows[:], columns.sparse.run_steps[:]
+    if len(rows) != len(steps):
+        raise BadReport(f"sparse.run_steps must have an entry for each of {len(rows)} runs; got {len(steps)}")
+    if (count := sum(map(mul, rows, steps))) > MAX_ROWS:
+        raise BadReport(f"a report must have at most {MAX_ROWS} rows; got {count}")
+    return count
 
 
 def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -254,11 +267,48 @@ def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDAr
 
 def _encoded(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
     """Return the columns as byte_columns has them, [7, rows]. Raises BadReport if they differ in length."""
+    if columns.HasField("sparse"):
+        return _spread(columns.sparse, row_count(columns))
     if not (encoded := columns.byte_columns):
         return _packed_columns(columns)
     if len(encoded) % ROW_BYTES:
         raise BadReport(f"byte_columns must have {ROW_BYTES} bytes for each token; got {len(encoded)} bytes")
     return np.frombuffer(encoded, "<u4").reshape(ROW_BYTES // 4, -1)
+
+
+def _spread(sparse: agent_pb2.SparseColumns, count: int) -> NDArray[np.uint32]:
+    """Return sparse columns with so many rows as byte_columns would have them, [7, rows]. Raises BadReport if they
+    differ in length."""
+    lengths = sparse.run_rows[:]
+    slots, phases = _numbers(sparse, "slot", "<u2", sum(lengths)), _numbers(sparse, "phase", "u1", sum(lengths))
+    encoded = np.empty((ROW_BYTES // 4, count), np.uint32)
+    at = begin = 0
+    for rows, steps in zip(lengths, sparse.run_steps[:], strict=True):
+        run = encoded[:2, at : (at := at + rows * steps)].reshape(2, steps, rows)
+        run[0], run[1] = slots[begin : begin + rows], phases[begin : begin + rows]
+        begin += rows
+    encoded[2:4], encoded[4:] = 0, NOT_MEASURED
+    flagged, measured = _row_numbers(sparse, "flagged_row", count), _row_numbers(sparse, "measured_row", count)
+    encoded[2, flagged] = _numbers(sparse, "flags", "<u4", len(flagged))
+    encoded[3:, measured] = _numbers(sparse, "signals", "<u4", 4 * len(measured)).reshape(4, -1)
+    return encoded
+
+
+def _numbers(sparse: agent_pb2.SparseColumns, name: str, kind: str, count: int) -> NDArray[Any]:
+    """Return the numbers of one field, of which there must be so many. kind: NumPy's name of their type. Raises
+    BadReport."""
+    encoded: bytes = getattr(sparse, name)
+    if len(encoded) != count * (size := np.dtype(kind).itemsize):
+        raise BadReport(f"sparse.{name} must have {size} bytes for each of {count} numbers; got {len(encoded)} bytes")
+    return np.frombuffer(encoded, kind)
+
+
+def _row_numbers(sparse: agent_pb2.SparseColumns, name: str, count: int) -> NDArray[np.uint32]:
+    """Return the numbers of rows of one field, all of which must be below `count`. Raises BadReport."""
+    numbers: NDArray[np.uint32] = _numbers(sparse, name, "<u4", len(getattr(sparse, name)) // 4)
+    if len(numbers) and (most := int(numbers.max())) >= count:
+        raise BadReport(f"sparse.{name} must be below the {count} rows of the report; got {most}")
+    return numbers
 
 
 def _keep_known_phases(phase: NDArray[np.int64], seen: int) -> None:
@@ -269,7 +319,9 @@ def _keep_known_phases(phase: NDArray[np.int64], seen: int) -> None:
 
 
 def spell_out(columns: agent_pb2.TokenColumns) -> None:
-    """Replace byte columns by the other columns. Raises BadReport if the number of bytes fits no rows."""
+    """Replace sparse columns and byte columns by the other columns. Raises BadReport if their lengths fit no rows."""
+    if not (columns.byte_columns or columns.HasField("sparse")):
+        return
     whole, measured = columns_of(columns)
     columns.Clear()
     fields: tuple[Any, ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)

@@ -135,6 +135,7 @@ class Fleet:
             session_id=session_id,
             server_version=__version__,
             reads_byte_columns=True,
+            reads_sparse_columns=True,
             other_incarnation=self.connections.namesake(session),
             reads_snapshot_parts=True,
             heartbeat_ms=self._heartbeat_ms,

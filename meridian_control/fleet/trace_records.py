@@ -33,9 +33,9 @@ def hello_record(session: Session, now: datetime, joined_late: bool = False) -> 
 
 
 def up_record(session: Session, now: datetime, message: agent_pb2.ConnectRequest) -> fleet_pb2.TraceRecord:
-    """Return the record of an agent's message. Readers of traces need not know byte columns."""
+    """Return the record of an agent's message. Readers of traces need to know plain columns only."""
     record = _record(session, now, up=message)
-    if message.step.tokens.byte_columns:
+    if record.up.HasField("step"):
         # Nobody reads the tokens of a report without steps, so they may be malformed.
         with suppress(BadReport):
             spell_out(record.up.step.tokens)

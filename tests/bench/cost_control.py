@@ -106,8 +106,8 @@ class Servers:
         self.arms = [TODAY, ECHO] if self.no_before else [TODAY, OLD, ECHO]
         self._folder, self._load, self._number = folder, load, 0
         self._tapes = dict.fromkeys(self.arms, tapes())
-        if OLD in self.arms and "byte_columns" not in (folder / "before" / PROTO).read_text():
-            self._tapes[OLD] = tapes(byte_columns=False)
+        if OLD in self.arms and "SparseColumns" not in (folder / "before" / PROTO).read_text():
+            self._tapes[OLD] = tapes(sparse=False)
 
     def _server(self, arm: str, folder: Path, cores: set[int]) -> Control:
         if arm == ECHO:

@@ -60,7 +60,7 @@ class MergingAgent(FakeAgent):
         return record
 
     def _send(self) -> None:
-        self.say(step=step_report(self._records, byte_columns=True))
+        self.say(step=step_report(self._records, sparse=True))
         self._records = []
 
 

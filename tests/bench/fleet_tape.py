@@ -121,12 +121,12 @@ def made(
     steps: int = STEPS,
     before: int = BEFORE,
     *,
-    byte_columns: bool = True,
+    sparse: bool = True,
     measured_share: float = 1.0,
 ) -> list[Report]:
     """Return the reports of an engine with `requests` running requests over `steps` steps, after `before` others.
-    byte_columns: whether the control plane reads the token rows as bytes. measured_share: share of the requests that
-    the engine measures.
+    sparse: whether the control plane reads sparse columns. measured_share: share of the requests that the engine
+    measures.
 
     A slot is used again at once, so that the requests have as many slots as there are requests.
     """
@@ -135,7 +135,7 @@ def made(
         for _ in range(before):
             engine.step()
         for records in merged(engine.step() for _ in range(steps)):
-            found.append(engine.report(records, byte_columns))
+            found.append(engine.report(records, sparse))
     return found
 
 
@@ -234,9 +234,9 @@ class _Engine:
             self._open()
         return record
 
-    def report(self, records: Sequence[StepRecord], byte_columns: bool) -> Report:
+    def report(self, records: Sequence[StepRecord], sparse: bool) -> Report:
         """Return the report of some records, the oldest that are in no report yet."""
-        message = step_report(records, byte_columns)
+        message = step_report(records, sparse)
         message.ClearField("step")
         # Without these columns the last step made all entries that are added.
         for name in ("probes", "preempted", "resumed", "outcomes") if message.HasField("merged") else ():

@@ -91,8 +91,7 @@ def _unknown_reports(message: agent_pb2.ConnectRequest) -> None:
     for opened in report.opened:
         if opened.phase == agent_pb2.PHASE_PROMPT:
             opened.phase = UNKNOWN  # type: ignore[assignment]
-    if report.tokens.byte_columns:
-        spell_out(report.tokens)
+    spell_out(report.tokens)
     for row, phase in enumerate(report.tokens.phase):
         if phase == agent_pb2.PHASE_OUTPUT:
             report.tokens.phase[row] = UNKNOWN  # type: ignore[call-overload]

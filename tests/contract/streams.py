@@ -83,7 +83,7 @@ class Scripted(agent_pb2_grpc.AgentServiceServicer):
         self.reading = asyncio.Event()
         self.reading.set()
         self.welcomes = True
-        self.reads_byte_columns = False
+        self.reads_sparse_columns = False
         # The tasks of the newest stream: the one that answers, and the one that reads.
         self._newest: list[asyncio.Task[Any]] = []
 
@@ -99,7 +99,7 @@ class Scripted(agent_pb2_grpc.AgentServiceServicer):
         assert answering is not None
         self._newest = [answering]
         if self.welcomes:
-            welcome = agent_pb2.Welcome(session_id="s", reads_byte_columns=self.reads_byte_columns)
+            welcome = agent_pb2.Welcome(session_id="s", reads_sparse_columns=self.reads_sparse_columns)
             yield agent_pb2.ConnectResponse(welcome=welcome)
         reader = asyncio.create_task(self._read(request_iterator))
         self._newest = [answering, reader]

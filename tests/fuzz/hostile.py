@@ -10,6 +10,7 @@ import struct
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor as Field
+from meridian.v1 import agent_pb2
 
 if TYPE_CHECKING:
     import random
@@ -32,6 +33,24 @@ def rows(*slots: int) -> bytes:
     columns = (*slots, *[2] * n, *[0] * n, *[1] * n, *[0.5] * n, *[-3.0] * n, *[-0.1] * n)
     return struct.pack(f"<{4 * n}I{3 * n}f", *columns)
 
+
+def numbers(kind: str, *values: float) -> bytes:
+    """Return the bytes of some numbers, as a field of SparseColumns has them. kind: the name of their type in
+    struct."""
+    return struct.pack(f"<{len(values)}{kind}", *values)
+
+
+# Tokens of three requests in four steps, one of which ends a sentence and two of which are measured.
+SPARSE = agent_pb2.SparseColumns(
+    run_rows=[2, 1],
+    run_steps=[3, 1],
+    slot=numbers("H", 0, 1, 2),
+    phase=numbers("B", 2, 2, 3),
+    flagged_row=numbers("I", 4),
+    flags=numbers("I", 1),
+    measured_row=numbers("I", 1, 4),
+    signals=numbers("I", 5, 9) + numbers("f", 0.5, 0.1, -3.0, -2.0, -0.1, 0.0),
+)
 
 # Sensible values by field name.
 SENSIBLE: dict[str, tuple[Any, ...]] = {
@@ -132,6 +151,10 @@ class Hostile:
         if field.is_repeated and field.message_type is not None and field.message_type.GetOptions().map_entry:
             for _ in range(count):
                 self._entry(holder, field, depth)
+        elif field.name == "sparse":
+            # Sparse columns take the place of all others, so that few messages have them.
+            if self.rng.random() < 0.3:
+                holder.CopyFrom(SPARSE) if self.rng.random() < self.sense else self.fill(holder, depth + 1)
         elif field.message_type is not None:
             if depth < 4:
                 for _ in range(count if field.is_repeated else 1):

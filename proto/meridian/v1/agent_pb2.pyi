@@ -1293,10 +1293,11 @@ class TokenColumns(_message.Message):
     FLAGS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROB_NATS_FIELD_NUMBER: _builtins.int
     BYTE_COLUMNS_FIELD_NUMBER: _builtins.int
+    SPARSE_FIELD_NUMBER: _builtins.int
     byte_columns: _builtins.bytes
     """All columns in place of those above, one after another, each with four bytes for each token, little-endian: slot,
-    phase, flags and end_rank as uint32, then entropy_nats, end_logprob_nats and top_logprob_nats as float. Sent only
-    if Welcome.reads_byte_columns is set, because an older control plane does not know the field.
+    phase, flags and end_rank as uint32, then entropy_nats, end_logprob_nats and top_logprob_nats as float. Only agents
+    of earlier versions send it, if Welcome.reads_byte_columns is set.
     """
     @_builtins.property
     def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1332,6 +1333,12 @@ class TokenColumns(_message.Message):
         planes read it. An older agent leaves the whole column out.
         """
 
+    @_builtins.property
+    def sparse(self) -> Global___SparseColumns:
+        """All columns in place of those above. Sent only if Welcome.reads_sparse_columns is set, because an older control
+        plane does not know the field.
+        """
+
     def __init__(
         self,
         *,
@@ -1343,14 +1350,70 @@ class TokenColumns(_message.Message):
         flags: _abc.Iterable[_builtins.int] | None = ...,
         top_logprob_nats: _abc.Iterable[_builtins.float] | None = ...,
         byte_columns: _builtins.bytes = ...,
+        sparse: Global___SparseColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sparse", b"sparse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_columns", b"byte_columns", "end_logprob_nats", b"end_logprob_nats", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "flags", b"flags", "phase", b"phase", "slot", b"slot", "top_logprob_nats", b"top_logprob_nats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_columns", b"byte_columns", "end_logprob_nats", b"end_logprob_nats", "end_rank", b"end_rank", "entropy_nats", b"entropy_nats", "flags", b"flags", "phase", b"phase", "slot", b"slot", "sparse", b"sparse", "top_logprob_nats", b"top_logprob_nats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenColumns: _TypeAlias = TokenColumns  # noqa: Y015
+
+@_typing.final
+class SparseColumns(_message.Message):
+    """The rows of TokenColumns, most of which have no flags and are not measured, while the steps of a report have mostly
+    the same slots in the same phases. Numbers of several bytes are little-endian.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ROWS_FIELD_NUMBER: _builtins.int
+    RUN_STEPS_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    FLAGGED_ROW_FIELD_NUMBER: _builtins.int
+    FLAGS_FIELD_NUMBER: _builtins.int
+    MEASURED_ROW_FIELD_NUMBER: _builtins.int
+    SIGNALS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.bytes
+    """Slot as uint16, and phase as uint8, of each row of the first step of each run."""
+    phase: _builtins.bytes
+    flagged_row: _builtins.bytes
+    """Numbers of the rows that have flags, from 0 on, ascending, as uint32, and their flags as uint32."""
+    flags: _builtins.bytes
+    measured_row: _builtins.bytes
+    """Numbers of the rows that were measured, from 0 on, ascending, as uint32. And their columns one after another, each
+    with four bytes for each row: end_rank as uint32, then entropy_nats, end_logprob_nats and top_logprob_nats as float.
+    """
+    signals: _builtins.bytes
+    @_builtins.property
+    def run_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each run of steps with the same slots and phases: the number of rows that each of its steps has, and the number
+        of steps. Together the runs have the rows of the report in their order.
+        """
+
+    @_builtins.property
+    def run_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        run_rows: _abc.Iterable[_builtins.int] | None = ...,
+        run_steps: _abc.Iterable[_builtins.int] | None = ...,
+        slot: _builtins.bytes = ...,
+        phase: _builtins.bytes = ...,
+        flagged_row: _builtins.bytes = ...,
+        flags: _builtins.bytes = ...,
+        measured_row: _builtins.bytes = ...,
+        signals: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flagged_row", b"flagged_row", "flags", b"flags", "measured_row", b"measured_row", "phase", b"phase", "run_rows", b"run_rows", "run_steps", b"run_steps", "signals", b"signals", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SparseColumns: _TypeAlias = SparseColumns  # noqa: Y015
 
 @_typing.final
 class ProbeColumns(_message.Message):
@@ -1993,12 +2056,13 @@ class Welcome(_message.Message):
     OTHER_INCARNATION_FIELD_NUMBER: _builtins.int
     READS_SNAPSHOT_PARTS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
+    READS_SPARSE_COLUMNS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of this stream's session, for logs and traces."""
     server_version: _builtins.str
     """Version of the control plane, as in `meridian_control.__version__`."""
     reads_byte_columns: _builtins.bool
-    """Whether the control plane reads TokenColumns.byte_columns, which take less time to write and to read."""
+    """Whether the control plane reads TokenColumns.byte_columns, which agents of earlier versions then send."""
     other_incarnation: _builtins.str
     """Incarnation of another process that has a stream under the same engine id; empty if there is none. Either that
     process has ended and its stream has not yet, or two engines have the same id.
@@ -2011,6 +2075,10 @@ class Welcome(_message.Message):
     """Milliseconds without a message of the agent after which the agent sends a Heartbeat, so that proxies between the two
     do not cut an idle stream; 0 for no heartbeats.
     """
+    reads_sparse_columns: _builtins.bool
+    """Whether the control plane reads TokenColumns.sparse, which takes less time to write and to read than the columns
+    themselves, and a sixth of the bytes if few requests are measured.
+    """
     def __init__(
         self,
         *,
@@ -2020,10 +2088,11 @@ class Welcome(_message.Message):
         other_incarnation: _builtins.str = ...,
         reads_snapshot_parts: _builtins.bool = ...,
         heartbeat_ms: _builtins.int = ...,
+        reads_sparse_columns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "other_incarnation", b"other_incarnation", "reads_byte_columns", b"reads_byte_columns", "reads_snapshot_parts", b"reads_snapshot_parts", "server_version", b"server_version", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "other_incarnation", b"other_incarnation", "reads_byte_columns", b"reads_byte_columns", "reads_snapshot_parts", b"reads_snapshot_parts", "reads_sparse_columns", b"reads_sparse_columns", "server_version", b"server_version", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

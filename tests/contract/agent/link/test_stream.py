@@ -99,11 +99,11 @@ async def test_each_stream_gets_the_columns_that_its_control_plane_reads(scripte
         return rows[-1] if rows else None
 
     for engine_id, reads in (("new", True), ("old", False)):
-        scripted.reads_byte_columns = reads
+        scripted.reads_sparse_columns = reads
         with LinkedEngine([scripted.target], engine_id) as engine:
             engine.open("a")
             tokens = await engine.steps_until(partial(newest, engine_id))
-        assert (bool(tokens.byte_columns), bool(tokens.slot)) == (reads, not reads)
+        assert (tokens.HasField("sparse"), bool(tokens.slot)) == (reads, not reads)
         slots, phases, *_ = columns_of(tokens)[0].tolist()
         assert (set(slots), set(phases)) == ({0}, {THINK})
 

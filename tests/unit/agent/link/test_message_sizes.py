@@ -89,11 +89,11 @@ def said(report: agent_pb2.StepReport) -> dict[str, list[Any]]:
     return found
 
 
-@given(record=records(), most=st.integers(LEAST_BYTES, 1 << 14), byte_columns=st.booleans())
-def test_the_reports_of_a_step_say_what_one_report_would(record: StepRecord, most: int, byte_columns: bool) -> None:
-    whole = step_report([record], byte_columns)
+@given(record=records(), most=st.integers(LEAST_BYTES, 1 << 14), sparse=st.booleans())
+def test_the_reports_of_a_step_say_what_one_report_would(record: StepRecord, most: int, sparse: bool) -> None:
+    whole = step_report([record], sparse)
     assert whole.ByteSize() <= record_bytes(record) + 512, "a report is never larger than estimated"
-    reports = list(reports_of(record, most, byte_columns))
+    reports = list(reports_of(record, most, sparse))
     largest_row = max((opened_message(row).ByteSize() for row in record.opened), default=0)
     assert max(report.ByteSize() for report in reports) <= max(most, largest_row + 1024)
     rows, wanted = [said(report) for report in reports], said(whole)

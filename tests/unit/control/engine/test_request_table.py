@@ -173,6 +173,16 @@ def test_a_sentence_that_goes_on_has_no_end(cut: int) -> None:
     assert (made.boundary_count[0], made.boundary_ranks[0, 0]) == (2, 8)
 
 
+def test_the_byte_columns_of_older_agents_say_what_the_other_columns_say() -> None:
+    plain = tokens([(0, THINK, FLAG_BOUNDARY, 1.0, 9, -4.0, -0.5), (3, OUTPUT, 0, 0.25, 7, -2.0, -1.0)])
+    known, signals = rows.columns_of(plain)
+    encoded = known.astype("<u4").tobytes() + signals.astype("<f4").tobytes()
+    for there, here in zip(
+        rows.columns_of(agent_pb2.TokenColumns(byte_columns=encoded)), (known, signals), strict=True
+    ):
+        np.testing.assert_array_equal(there, here)
+
+
 def test_an_older_agent_sends_no_log_probability_of_the_likeliest_token() -> None:
     made = table(thinking())
     assert made.add_tokens(tokens([(0, THINK, FLAG_BOUNDARY, 1.0, 9, -4.0), (0, THINK, 0, 1.0, 9, -4.0)])) == 2
@@ -182,6 +192,33 @@ def test_an_older_agent_sends_no_log_probability_of_the_likeliest_token() -> Non
         made.add_tokens(only_one)
     with pytest.raises(BadReport, match=r"byte_columns must have 28 bytes for each token; got 29 bytes"):
         made.add_tokens(agent_pb2.TokenColumns(byte_columns=bytes(29)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"run_steps": [1]}, r"run_steps must have an entry for each of 2 runs; got 1"),
+        ({"run_steps": [1, 1 << 16]}, r"at most 65536 rows; got 65538"),
+        ({"run_rows": [2**32 - 1] * 2, "run_steps": [2**32 - 1] * 2}, r"at most 65536 rows; got 36893488130239234050"),
+        ({"slot": bytes(5)}, r"sparse.slot must have 2 bytes for each of 3 numbers; got 5 bytes"),
+        ({"phase": bytes(4)}, r"sparse.phase must have 1 bytes for each of 3 numbers; got 4 bytes"),
+        ({"flags": b""}, r"sparse.flags must have 4 bytes for each of 1 numbers; got 0 bytes"),
+        ({"flagged_row": bytes([0, 1, 0, 0])}, r"sparse.flagged_row must be below the 7 rows of the report; got 256"),
+        ({"measured_row": bytes(7)}, r"sparse.measured_row must have 4 bytes for each of 1 numbers; got 7 bytes"),
+        ({"measured_row": bytes([7, 0, 0, 0])}, r"sparse.measured_row must be below the 7 rows of the report; got 7"),
+        ({"signals": bytes(32)}, r"sparse.signals must have 4 bytes for each of 4 numbers; got 32 bytes"),
+    ],
+)
+def test_sparse_columns_that_do_not_fit_are_refused(fields: dict[str, Any], complaint: str) -> None:
+    """Nothing is made of rows that the message does not have room for."""
+    good = {
+        **{"run_rows": [2, 1], "run_steps": [3, 1], "slot": bytes(6), "phase": bytes([THINK] * 3)},
+        **{"flagged_row": bytes(4), "flags": bytes(4), "measured_row": bytes([6, 0, 0, 0]), "signals": bytes(16)},
+    }
+    made = table(thinking())
+    assert made.add_tokens(agent_pb2.TokenColumns(sparse=agent_pb2.SparseColumns(**good))) == 7
+    with pytest.raises(BadReport, match=complaint):
+        made.add_tokens(agent_pb2.TokenColumns(sparse=agent_pb2.SparseColumns(**(good | fields))))
 
 
 def test_a_new_window_length_begins_anew() -> None:
