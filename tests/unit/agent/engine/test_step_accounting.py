@@ -193,6 +193,26 @@ def test_an_end_is_still_to_be_forced_whose_tokens_vllm_has_dropped() -> None:
     assert (live.ending, live.state.ends) == (None, 1)
 
 
+def test_steps_of_other_requests_come_between_a_mask_and_its_token() -> None:
+    """With pipeline parallelism several steps are under way, and each request is in one of them."""
+    engine = Engine()
+    for name in ("r", "other"):
+        engine.open(name, [START])
+    live = engine.tracker.by_id["r"]
+    live.begin_forced_end(Ending((TEXT, END), 5))
+    engine.tracker.watch_limit(live)
+    for at, token in enumerate((TEXT, END)):
+        assert live.ending is not None
+        assert live.ending.position == at
+        live.expect_forced_end(0, 1)
+        engine.step({"other": [TEXT]}, [1.0], set())
+        report, _ = engine.step({"r": [token]}, [1.0], set())
+    assert (live.ending, live.state.ends) == (None, 1)
+    assert [flags & agent_pb2.TOKEN_FLAG_FORCED for flags in agent_pb2.StepReport.FromString(report).tokens.flags] == [
+        agent_pb2.TOKEN_FLAG_FORCED
+    ]
+
+
 def test_the_log_tells_once_of_an_answer_that_ends_thinking(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
     engine.tracker.markers = Markers(((START,),), ((END,), (TOOL_CALL,)))
