@@ -326,7 +326,7 @@ class ProbeRunner:
         probed = getattr(runner_output, PROBED, None)
         for row, placed in enumerate(computed):
             wanted = self._tracker.markers.probe_of(placed.parent.own_state.start)
-            if placed.flags and self._goes_on(placed.parent, runner_output):
+            if placed.flags and self._is_live(placed.parent) and self._goes_on(placed.parent, runner_output):
                 self._wait_again(placed)
                 wait_again = True
             elif probed is None or placed.cost_tokens < len(wanted):
@@ -375,9 +375,9 @@ class ProbeRunner:
     def _measured(self, placed: probe_admission.Placed, answer: int, eat_nats: float) -> None:
         self.tokens += placed.cost_tokens
         live = placed.parent
-        if self._tracker.by_slot.get(live.slot) is not live:
-            # The request ended in the previous step, which asynchronous scheduling may find out late; another request
-            # may have its slot by now.
+        if not self._is_live(live):
+            # The request was aborted during the step, or ended in the previous one, which asynchronous scheduling may
+            # find out late.
             self._directives.report(placed.decision_id, Outcome.REQUEST_GONE, live)
             return
         if not math.isfinite(eat_nats):
@@ -390,6 +390,10 @@ class ProbeRunner:
         measured = placed.decision_id, live.slot, placed.think_tokens, eat_nats, placed.cost_tokens
         self._tracker.record.probes.append(MeasuredProbe(*measured, same_answers, empty, other))
         self._directives.report(placed.decision_id, Outcome.APPLIED)
+
+    def _is_live(self, parent: LiveRequest) -> bool:
+        """Whether a request is live; if not, another one may have its slot by now."""
+        return self._tracker.by_slot.get(parent.slot) is parent
 
     def sent(self, record: StepRecord) -> None:
         """Note which held requests have their probe's result in this record, because they wait for the answer to its

@@ -12,6 +12,8 @@ import torch
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import Directives
+from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_SENTENCE
+from meridian_agent.core.probe_admission import Placed
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import PROBE_ROWS, PROBED
 from meridian_agent.core.tracker import Tracker
@@ -183,6 +185,20 @@ def test_runner_v2_samples_from_the_newest_token_and_rejects_the_probes() -> Non
     assert batch.logits_indices.tolist() == [0, 1, 2]
     assert runner.sample(hidden, batch)[2].tolist() == [0, 0, 0]
     assert rows.logits is None
+
+
+def test_a_probe_of_a_request_that_was_aborted_during_its_step_is_over() -> None:
+    """The sentence goes on, so that the probe would wait for another end, which never comes."""
+    tracker = Tracker(MARKERS)
+    live, directives = opened(tracker, "r", ref=request(40)), Directives(tracker)
+    probing = ProbeRunner(tracker, directives, BLOCK, True)
+    probing.computed.append(Placed(5, live, 1, 0, cost_tokens=1, flags=FLAG_SENTENCE))
+    tracker.sentences: Any = SimpleNamespace(step=lambda *_: 0, flags=[FLAG_GOES_ON])
+    tracker.close(live, agent_pb2.FINISH_REASON_ABORT)
+    step = {"req_id_to_index": {"r": 0}, "sampled_token_ids": [[3]], PROBED: [(0.5, 7)]}
+    assert not probing.collect_rows(SimpleNamespace(**step))
+    assert not directives.probes
+    assert [outcome for _, outcome, *_ in tracker.record.outcomes] == [Outcome.REQUEST_GONE]
 
 
 def test_a_probe_whose_request_is_left_out_of_the_step_waits_for_it() -> None:
