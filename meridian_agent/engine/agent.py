@@ -293,6 +293,11 @@ class Agent:
         return True
 
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    def unfinished(self, scheduler: Scheduler) -> int:
+        """Return how many requests are to go on after a stop that are in none of vLLM's queues."""
+        return self.stops.unfinished(scheduler)
+
+    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def finishing(self, scheduler: Scheduler, request_ids: Any) -> None:
         """Look at requests before vLLM ends them from outside. request_ids: what vLLM was asked to end."""
         if self.stops.waiting:
@@ -390,6 +395,9 @@ class Agent:
             self.blocks.evict(scheduler, request, self.probing.placed[request.request_id].shared_tokens + 1)
         elif (live := self.tracker.freeing(request.request_id)) is not None:
             self.blocks.freeing(scheduler, request, live, self.probing.under_way(live))
+        elif request.is_finished():
+            # Its KV connector has kept its blocks past its end, or the agent had not read it yet.
+            self.blocks.kept.ended(scheduler, request)
 
     # ------------------------------------------------------------------------------------------------------ each step
 

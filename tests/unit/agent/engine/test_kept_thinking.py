@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.kept_thinking import MAX_KEPT, KeptThinking
 
 
@@ -65,6 +66,21 @@ def test_blocks_wait_and_each_turn_that_repeats_them_begins_their_time_anew() ->
     assert engine.arrives("other", 50) == [3, 4, 5, 6]
     assert [block.block_hash for block in engine.freed] == [None] * 4
     assert engine.kept.given_up == 4
+
+
+def test_a_turn_whose_blocks_a_connector_keeps_past_its_end_repeats_nothing_any_more() -> None:
+    """The agent has forgotten the request by then."""
+    engine, known = Engine(), SimpleNamespace(freeing=lambda _: None)
+    engine.ends("a", 1, 2, 3, first=1)
+    engine.arrives("b", 1, 2, 3)
+    ended = engine.request("b", 1, 2, 3)
+    ended.is_finished = lambda: True
+    agent: Any = SimpleNamespace(
+        probing=SimpleNamespace(placed={}), tracker=known, blocks=SimpleNamespace(kept=engine.kept)
+    )
+    Agent.freeing(agent, engine.scheduler, ended)
+    engine.now_s = 10
+    assert engine.arrives("other", 50) == [2, 3]
 
 
 def test_two_answers_to_one_question_wait_together() -> None:
