@@ -97,6 +97,8 @@ class Guard:
         # exception's text too; and the agent stays off after a fault, because the same start would fail again.
         self.starting = False
         self._off, self._clock = off, clock
+        # Number of hooks that run.
+        self._depth = 0
         self._trips: deque[float] = deque(maxlen=len(RESTS_S) + 1)
         self._back_at = math.inf
 
@@ -109,6 +111,7 @@ class Guard:
         if self.fault:
             return None
         began = time.perf_counter()
+        self._depth += 1
         try:
             return hook(*args, **kwargs)
         except Exception as error:
@@ -118,7 +121,10 @@ class Guard:
             self.trip(hook, error)
             raise
         finally:
-            self.seconds += time.perf_counter() - began
+            self._depth -= 1
+            if not self._depth:
+                # A hook may call a method of vLLM's that has a hook of its own.
+                self.seconds += time.perf_counter() - began
 
     def trip(self, hook: object, error: BaseException) -> None:
         """Switch off because of a fault. Further faults do not count until this one is over. Never raises, not even if

@@ -384,7 +384,8 @@ class Agent:
             self.output_critical += 1
             logger.warning("meridian: an answering request was preempted (%d so far)", self.output_critical)
         else:
-            self.preempted_think += 1
+            # A request that goes on after a stop is not preempted because memory is short.
+            self.preempted_think += request.request_id not in self.stops.waiting
             if not self.frozen:
                 reuse_answers_last(scheduler, self.tracker.preempted)
 

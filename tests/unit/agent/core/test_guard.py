@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
+from itertools import count
 from typing import Never
 
 import pytest
@@ -60,6 +62,13 @@ def test_a_fault_within_a_fault_does_not_count() -> None:
     guard.run(outer)
     assert guard.text == "fail: KeyError: 'inner'"
     assert dict(guard.faults) == {"other": 1}
+
+
+def test_the_time_of_a_hook_within_a_hook_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, now = Guard(), count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    assert guard.run(lambda: guard.run(lambda: 7)) == 7
+    assert guard.seconds == 2, "the clock is read at the beginning of both and at the end of the outer one"
 
 
 def test_it_comes_back_after_its_rest_and_in_the_end_no_more(caplog: pytest.LogCaptureFixture) -> None:
