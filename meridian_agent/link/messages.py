@@ -180,13 +180,10 @@ def _sparse_columns(records: Sequence[Record]) -> agent_pb2.SparseColumns | None
     if not with_rows:
         return None
     runs = [[*run] for _, run in groupby(with_rows, key=_same_rows)]
-    slots = [np.array(run[0].slots, "<u2") for run in runs]
     phases = [np.array(run[0].phases, np.uint8) for run in runs]
     sparse = agent_pb2.SparseColumns(
-        run_rows=[*map(len, slots)],
-        run_steps=[*map(len, runs)],
-        slot=b"".join([column.tobytes() for column in slots]),
-        phase=b"".join([column.tobytes() for column in phases]),
+        slot=b"".join([np.array(run[0].slots, "<u2").tobytes() * len(run) for run in runs]),
+        phase=b"".join([phase.tobytes() * len(run) for phase, run in zip(phases, runs, strict=True)]),
     )
     flags = np.concatenate([*map(_flags, runs, phases)])
     if len(flagged := flags.nonzero()[0]):
@@ -195,7 +192,7 @@ def _sparse_columns(records: Sequence[Record]) -> agent_pb2.SparseColumns | None
         parts = [_signal_columns([*part]) for _, part in groupby(with_rows, key=_same_signals)]
         signals = np.concatenate(parts, axis=1)
         measured = signals[1].nonzero()[0]
-        entropies, end_ranks, *log_probabilities = signals[:, measured]
+        entropies, end_ranks, *log_probabilities = signals.take(measured, axis=1)
         columns = end_ranks, entropies, *log_probabilities
         sparse.measured_row, sparse.signals = _encoded(measured), b"".join([*map(_encoded, columns)])
     return sparse

@@ -43,7 +43,6 @@ from meridian_control.engine.history import (
     window_entropies,
 )
 from meridian_control.engine.token_rows import (
-    ENCODED_SIGNALS,
     FLAG_BOUNDARY,
     FLAG_END,
     FLAG_GOES_ON,
@@ -304,7 +303,7 @@ class RequestTable(Columns):
         ended = rows.flags_seen & FLAG_END
         newest[:, PHASE] = np.where(rows.flags.take(last) & FLAG_END, OUTPUT, phase) if ended else phase
         newest[:, NEWEST_TOKEN] = token_kinds(rows, last)
-        numbers[:, NEWEST_SIGNALS] = rows.encoded[ENCODED_SIGNALS].take(last, axis=1).T
+        numbers[:, NEWEST_SIGNALS] = rows.newest_signals()
         now.view(np.float64)[:, TOKEN_MS] = rows.at_ms.take(last)
         self._row_words[s] = now
         if any_in(self.preempted):

@@ -6,7 +6,6 @@ reads no clock.
 
 from __future__ import annotations
 
-from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -51,14 +50,8 @@ FLOATS = (
 # Kinds of a token that is none of the answer, and of one that is.
 KINDS = np.array([OTHER_TOKEN, ANSWER_TOKEN], np.uint8)
 
-# Bytes of each row in TokenColumns.byte_columns, and the columns of end rank, entropy and the end marker's
-# log-probability there.
-ROW_BYTES, ENCODED_SIGNALS = 7 * 4, slice(3, 6)
-# Largest number of rows of a report with sparse columns, of which a few bytes could say that there are billions. A
-# correct agent sends half as many at most.
-MAX_ROWS = 1 << 16
-# The bits of the entropy and of the log-probabilities in a row that was not measured.
-NOT_MEASURED = np.float32(np.nan).view(np.uint32)
+# Bytes of each row in TokenColumns.byte_columns.
+ROW_BYTES = 7 * 4
 # Largest number of rows of one slot in a report. No correct agent sends more, however many steps a report merges.
 MAX_ROWS_PER_SLOT = 1 << 14
 
@@ -69,9 +62,8 @@ class TokenRows(NamedTuple):
     thinks: whether the row belongs to thinking. thinking, answering: whether its token is text of the thinking or of
     the answer. at_ms: time at which the row came. number: index of the row in the report. owner: index of the row's
     slot in `s`. s: the slots that have rows; first, last: indices of their first and last rows; all three [slots].
-    edges: `first`, followed by the number of rows. flags_seen: the bits that the flags of any row have. encoded: the
-    columns as TokenColumns.byte_columns has them, [7, rows]. sent: number of rows in the report, those of unknown
-    requests included.
+    edges: `first`, followed by the number of rows. flags_seen: the bits that the flags of any row have. sent: number of
+    rows in the report, those of unknown requests included.
     """
 
     slot: NDArray[np.int64]
@@ -91,7 +83,6 @@ class TokenRows(NamedTuple):
     s: NDArray[np.int64]
     flags_seen: int
     end_logprob_nats: NDArray[np.float32]
-    encoded: NDArray[np.uint32]
     sent: int
 
     def before(self, column: NDArray[Any], first: NDArray[Any]) -> NDArray[Any]:
@@ -101,22 +92,27 @@ class TokenRows(NamedTuple):
         shifted[self.first] = first
         return shifted
 
+    def newest_signals(self) -> NDArray[np.uint32]:
+        """Return the bits of each slot's newest end rank, entropy and log-probability of the end marker, [slots, 3]."""
+        newest = np.empty((3, len(self.last)), np.uint32)
+        newest[0] = self.end_rank.take(self.last)
+        for bits, column in zip(newest[1:].view(np.float32), (self.entropy_nats, self.end_logprob_nats), strict=True):
+            column.take(self.last, out=bits, mode="clip")
+        return newest.T
+
 
 def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: float | NDArray[np.float64]) -> TokenRows:
     """Return the rows of live slots. live: [slots]. at_ms: time at which the rows came, one for all or [rows].
 
     Raises BadReport if the columns differ in length or if a slot has too many rows.
     """
-    encoded = _encoded(columns)
-    # NumPy sorts numbers of 16 bits in linear time; slots of live requests have no more.
-    order = encoded[0].astype(np.uint16).argsort(kind="stable")
-    rows = encoded.take(order, axis=1)
-    whole = rows[:4].astype(np.int64)
+    order, whole, signals = _spread(columns.sparse, by_slot=True) if columns.HasField("sparse") else _sorted(columns)
+    sent = len(order)
     edges = _slot_edges(whole[0])
     s = whole[0].take(edges[:-1])
     if len(s) and not _all_live(s, live):
         is_live = live.take(whole[0], mode="clip") & (whole[0] < len(live))
-        order, rows, whole = order[is_live], rows[:, is_live], whole[:, is_live]
+        order, whole, signals = order[is_live], whole[:, is_live], signals[:, is_live]
         edges = _slot_edges(whole[0])
         s = whole[0].take(edges[:-1])
     slot, phase, flags, end_rank = whole
@@ -130,7 +126,7 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     if seen & FLAG_MARKER:
         text = (flags & FLAG_MARKER) == 0
         thinking, answering = thinks & text, answering & text
-    entropy_nats, end_logprob_nats = rows[4:6].view(np.float32)
+    entropy_nats, end_logprob_nats, _ = signals
     return TokenRows(
         slot=slot,
         phase=phase,
@@ -149,8 +145,7 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
         s=s,
         flags_seen=seen,
         end_logprob_nats=end_logprob_nats,
-        encoded=rows,
-        sent=encoded.shape[1],
+        sent=sent,
     )
 
 
@@ -242,15 +237,8 @@ def differs(column: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def row_count(columns: agent_pb2.TokenColumns) -> int:
-    """Return the number of rows. Raises BadReport if sparse columns say that they have too many."""
-    if not columns.HasField("sparse"):
-        return len(columns.byte_columns) // ROW_BYTES or len(columns.slot)
-    rows, steps = columns.sparse.run_rows[:], columns.sparse.run_steps[:]
-    if len(rows) != len(steps):
-        raise BadReport(f"sparse.run_steps must have an entry for each of {len(rows)} runs; got {len(steps)}")
-    if (count := sum(map(mul, rows, steps))) > MAX_ROWS:
-        raise BadReport(f"a report must have at most {MAX_ROWS} rows; got {count}")
-    return count
+    """Return the number of rows."""
+    return len(columns.sparse.phase) or len(columns.byte_columns) // ROW_BYTES or len(columns.slot)
 
 
 def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -259,16 +247,17 @@ def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDAr
 
     Raises BadReport if the columns differ in length.
     """
-    encoded = _encoded(columns)
-    whole, measured = encoded[:4].astype(np.int64), encoded[4:].view(np.float32)
+    if columns.HasField("sparse"):
+        _, whole, measured = _spread(columns.sparse)
+    else:
+        encoded = _encoded(columns)
+        whole, measured = encoded[:4].astype(np.int64), encoded[4:].view(np.float32)
     _keep_known_phases(whole[1], int(np.bitwise_or.reduce(whole[1])))
     return whole, measured
 
 
 def _encoded(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
     """Return the columns as byte_columns has them, [7, rows]. Raises BadReport if they differ in length."""
-    if columns.HasField("sparse"):
-        return _spread(columns.sparse, row_count(columns))
     if not (encoded := columns.byte_columns):
         return _packed_columns(columns)
     if len(encoded) % ROW_BYTES:
@@ -276,22 +265,41 @@ def _encoded(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
     return np.frombuffer(encoded, "<u4").reshape(ROW_BYTES // 4, -1)
 
 
-def _spread(sparse: agent_pb2.SparseColumns, count: int) -> NDArray[np.uint32]:
-    """Return sparse columns with so many rows as byte_columns would have them, [7, rows]. Raises BadReport if they
-    differ in length."""
-    lengths = sparse.run_rows[:]
-    slots, phases = _numbers(sparse, "slot", "<u2", sum(lengths)), _numbers(sparse, "phase", "u1", sum(lengths))
-    encoded = np.empty((ROW_BYTES // 4, count), np.uint32)
-    at = begin = 0
-    for rows, steps in zip(lengths, sparse.run_steps[:], strict=True):
-        run = encoded[:2, at : (at := at + rows * steps)].reshape(2, steps, rows)
-        run[0], run[1] = slots[begin : begin + rows], phases[begin : begin + rows]
-        begin += rows
-    encoded[2:4], encoded[4:] = 0, NOT_MEASURED
+def _by_slot(slot: NDArray[Any]) -> NDArray[np.intp]:
+    """Return the order of the rows by slot and, within a slot, as they are. NumPy sorts numbers of 16 bits in linear
+    time; slots of live requests have no more."""
+    return slot.astype(np.uint16, copy=False).argsort(kind="stable")
+
+
+def _sorted(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
+    """Return the order of the rows by slot, and in this order the columns of `columns_of`. Raises BadReport."""
+    encoded = _encoded(columns)
+    rows = encoded.take(order := _by_slot(encoded[0]), axis=1)
+    return order, rows[:4].astype(np.int64), rows[4:].view(np.float32)
+
+
+def _spread(
+    sparse: agent_pb2.SparseColumns, by_slot: bool = False
+) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
+    """Return the order of the rows as they are or by slot, and in this order the columns of `columns_of`. Raises
+    BadReport."""
+    count = len(sparse.phase)
+    slot, phase = _numbers(sparse, "slot", "<u2", count), _numbers(sparse, "phase", "u1", count)
     flagged, measured = _row_numbers(sparse, "flagged_row", count), _row_numbers(sparse, "measured_row", count)
-    encoded[2, flagged] = _numbers(sparse, "flags", "<u4", len(flagged))
-    encoded[3:, measured] = _numbers(sparse, "signals", "<u4", 4 * len(measured)).reshape(4, -1)
-    return encoded
+    order = numbers = np.arange(count)
+    if by_slot:
+        order = _by_slot(slot)
+        slot, phase = slot.take(order), phase.take(order)
+        (place := np.empty_like(order))[order] = numbers
+        flagged, measured = place.take(flagged), place.take(measured)
+    whole, signals = np.zeros((4, count), np.int64), np.full((3, count), np.nan, np.float32)
+    whole[0], whole[1] = slot, phase
+    whole[2][flagged] = _numbers(sparse, "flags", "<u4", len(flagged))
+    end_rank, *told = _numbers(sparse, "signals", "<u4", 4 * len(measured)).reshape(4, -1)
+    whole[3][measured] = end_rank
+    for column, bits in zip(signals, told, strict=True):
+        column[measured] = bits.view(np.float32)
+    return order, whole, signals
 
 
 def _numbers(sparse: agent_pb2.SparseColumns, name: str, kind: str, count: int) -> NDArray[Any]:

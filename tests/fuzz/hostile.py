@@ -40,12 +40,10 @@ def numbers(kind: str, *values: float) -> bytes:
     return struct.pack(f"<{len(values)}{kind}", *values)
 
 
-# Tokens of three requests in four steps, one of which ends a sentence and two of which are measured.
+# Tokens of three requests, one of which ends a sentence and two of which are measured.
 SPARSE = agent_pb2.SparseColumns(
-    run_rows=[2, 1],
-    run_steps=[3, 1],
-    slot=numbers("H", 0, 1, 2),
-    phase=numbers("B", 2, 2, 3),
+    slot=numbers("H", 0, 1, 0, 1, 0, 1, 2),
+    phase=numbers("B", 2, 2, 2, 2, 2, 2, 3),
     flagged_row=numbers("I", 4),
     flags=numbers("I", 1),
     measured_row=numbers("I", 1, 4),

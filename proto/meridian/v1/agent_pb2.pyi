@@ -1362,14 +1362,10 @@ Global___TokenColumns: _TypeAlias = TokenColumns  # noqa: Y015
 
 @_typing.final
 class SparseColumns(_message.Message):
-    """The rows of TokenColumns, most of which have no flags and are not measured, while the steps of a report have mostly
-    the same slots in the same phases. Numbers of several bytes are little-endian.
-    """
+    """The rows of TokenColumns, most of which have no flags and are not measured. All numbers are little-endian."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUN_ROWS_FIELD_NUMBER: _builtins.int
-    RUN_STEPS_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     FLAGGED_ROW_FIELD_NUMBER: _builtins.int
@@ -1377,29 +1373,19 @@ class SparseColumns(_message.Message):
     MEASURED_ROW_FIELD_NUMBER: _builtins.int
     SIGNALS_FIELD_NUMBER: _builtins.int
     slot: _builtins.bytes
-    """Slot as uint16, and phase as uint8, of each row of the first step of each run."""
+    """Slot as uint16 and phase as uint8 of each row."""
     phase: _builtins.bytes
     flagged_row: _builtins.bytes
-    """Numbers of the rows that have flags, from 0 on, ascending, as uint32, and their flags as uint32."""
+    """Numbers of the rows that have flags, from 0 on, as uint32, and their flags as uint32."""
     flags: _builtins.bytes
     measured_row: _builtins.bytes
-    """Numbers of the rows that were measured, from 0 on, ascending, as uint32. And their columns one after another, each
-    with four bytes for each row: end_rank as uint32, then entropy_nats, end_logprob_nats and top_logprob_nats as float.
+    """Numbers of the rows that were measured, from 0 on, as uint32. And their columns one after another, each with four
+    bytes for each row: end_rank as uint32, then entropy_nats, end_logprob_nats and top_logprob_nats as float.
     """
     signals: _builtins.bytes
-    @_builtins.property
-    def run_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For each run of steps with the same slots and phases: the number of rows that each of its steps has, and the number
-        of steps. Together the runs have the rows of the report in their order.
-        """
-
-    @_builtins.property
-    def run_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        run_rows: _abc.Iterable[_builtins.int] | None = ...,
-        run_steps: _abc.Iterable[_builtins.int] | None = ...,
         slot: _builtins.bytes = ...,
         phase: _builtins.bytes = ...,
         flagged_row: _builtins.bytes = ...,
@@ -1409,7 +1395,7 @@ class SparseColumns(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["flagged_row", b"flagged_row", "flags", b"flags", "measured_row", b"measured_row", "phase", b"phase", "run_rows", b"run_rows", "run_steps", b"run_steps", "signals", b"signals", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flagged_row", b"flagged_row", "flags", b"flags", "measured_row", b"measured_row", "phase", b"phase", "signals", b"signals", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2077,7 +2063,7 @@ class Welcome(_message.Message):
     """
     reads_sparse_columns: _builtins.bool
     """Whether the control plane reads TokenColumns.sparse, which takes less time to write and to read than the columns
-    themselves, and a sixth of the bytes if few requests are measured.
+    themselves, and a sixth of the bytes where few requests are measured.
     """
     def __init__(
         self,

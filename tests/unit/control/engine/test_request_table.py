@@ -197,26 +197,22 @@ def test_an_older_agent_sends_no_log_probability_of_the_likeliest_token() -> Non
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"run_steps": [1]}, r"run_steps must have an entry for each of 2 runs; got 1"),
-        ({"run_steps": [1, 1 << 16]}, r"at most 65536 rows; got 65538"),
-        ({"run_rows": [2**32 - 1] * 2, "run_steps": [2**32 - 1] * 2}, r"at most 65536 rows; got 36893488130239234050"),
         ({"slot": bytes(5)}, r"sparse.slot must have 2 bytes for each of 3 numbers; got 5 bytes"),
-        ({"phase": bytes(4)}, r"sparse.phase must have 1 bytes for each of 3 numbers; got 4 bytes"),
+        ({"phase": bytes(4)}, r"sparse.slot must have 2 bytes for each of 4 numbers; got 6 bytes"),
         ({"flags": b""}, r"sparse.flags must have 4 bytes for each of 1 numbers; got 0 bytes"),
-        ({"flagged_row": bytes([0, 1, 0, 0])}, r"sparse.flagged_row must be below the 7 rows of the report; got 256"),
+        ({"flagged_row": bytes([0, 1, 0, 0])}, r"sparse.flagged_row must be below the 3 rows of the report; got 256"),
         ({"measured_row": bytes(7)}, r"sparse.measured_row must have 4 bytes for each of 1 numbers; got 7 bytes"),
-        ({"measured_row": bytes([7, 0, 0, 0])}, r"sparse.measured_row must be below the 7 rows of the report; got 7"),
+        ({"measured_row": bytes([3, 0, 0, 0])}, r"sparse.measured_row must be below the 3 rows of the report; got 3"),
         ({"signals": bytes(32)}, r"sparse.signals must have 4 bytes for each of 4 numbers; got 32 bytes"),
     ],
 )
 def test_sparse_columns_that_do_not_fit_are_refused(fields: dict[str, Any], complaint: str) -> None:
-    """Nothing is made of rows that the message does not have room for."""
     good = {
-        **{"run_rows": [2, 1], "run_steps": [3, 1], "slot": bytes(6), "phase": bytes([THINK] * 3)},
-        **{"flagged_row": bytes(4), "flags": bytes(4), "measured_row": bytes([6, 0, 0, 0]), "signals": bytes(16)},
+        **{"slot": bytes(6), "phase": bytes([THINK] * 3)},
+        **{"flagged_row": bytes(4), "flags": bytes(4), "measured_row": bytes([2, 0, 0, 0]), "signals": bytes(16)},
     }
     made = table(thinking())
-    assert made.add_tokens(agent_pb2.TokenColumns(sparse=agent_pb2.SparseColumns(**good))) == 7
+    assert made.add_tokens(agent_pb2.TokenColumns(sparse=agent_pb2.SparseColumns(**good))) == 3
     with pytest.raises(BadReport, match=complaint):
         made.add_tokens(agent_pb2.TokenColumns(sparse=agent_pb2.SparseColumns(**(good | fields))))
 
