@@ -91,6 +91,8 @@ class Markers:
     turn_ends: tokens that end a turn of a chat, and with it thinking that the turn has opened.
     call_ends: those of them that end a call of a tool, which may stand within thinking.
     texts: the starts and ends as text.
+    calls: further sequences that close thinking, because a call of a tool begins; a forced end neither writes one nor
+    goes on with one.
     Raises BadSettings if a sequence is empty, if the same sequence opens and closes, if the closing text contains a
     marker, or if `own_ends` names a sequence that is in neither `starts` nor `ends`.
     """
@@ -104,13 +106,15 @@ class Markers:
     turn_ends: frozenset[int] = frozenset()
     call_ends: frozenset[int] = frozenset()
     texts: frozenset[str] = frozenset()
+    calls: tuple[tuple[int, ...], ...] = ()
     by_last: dict[int, tuple[tuple[tuple[int, ...], TokenEvent], ...]] = field(init=False, compare=False, repr=False)
     longest: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.ends:
             raise BadSettings("no end-of-thinking marker")
-        named = [(m, TokenEvent.START) for m in self.starts] + [(m, TokenEvent.END) for m in self.ends]
+        named = [(m, TokenEvent.START) for m in self.starts]
+        named += [(m, TokenEvent.END) for m in (*self.ends, *self.calls)]
         if any(not m for m, _ in named) or set(self.starts) & set(self.ends):
             raise BadSettings("a thinking marker is empty, or opens and closes at once")
         table: dict[int, tuple[tuple[tuple[int, ...], TokenEvent], ...]] = {}

@@ -31,16 +31,18 @@ Tokens = tuple[int, ...]
 THINKING = {"thinking": True, "enable_thinking": True, "thinking_mode": "enabled"}
 EFFORTS = ("high", "medium", "low", "minimal", "xhigh", "max")
 
-# Start and end markers of the parsers that name none themselves. A forced end writes the first of the end markers.
+# Start and end markers of the parsers that name none themselves, and what begins a call of a tool. A forced end writes
+# the first of the end markers.
 #
 # openai_gptoss: vLLM's parser names no marker, and from vLLM 0.27 on it reports thinking as ended in every text.
 # vllm/parser/harmony.py distinguishes thinking (analysis) from the answer (final, commentary) by channel. Messages to
-# tools do not count as thinking.
+# tools do not count as thinking, in the analysis channel neither.
 _NEXT = "<|end|><|start|>assistant"
 _ANSWERS = ("final<|message|>", "final json<|message|>", "final <|constrain|>json<|message|>", "commentary")
 HARMONY = (
     [f"{before}<|channel|>analysis<|message|>" for before in (_NEXT, "")],
     [f"{before}<|channel|>{answer}" for answer in _ANSWERS for before in (_NEXT, "")] + [f"{_NEXT} to"],
+    [f"{before}<|channel|>analysis to" for before in (_NEXT, "")],
 )
 # inkling: the parser names <|end_message|> as the end of thinking, but this token ends blocks of every kind. For vLLM
 # thinking is over once a block of another kind begins (vllm/parser/inkling.py), and a text block begins with the role
@@ -50,6 +52,7 @@ _KINDS = ("text", "invoke_tool_json", "invoke_tool_text", "tool_error", "model_e
 INKLING = (
     [f"{before}<|content_thinking|>" for before in (_BLOCK, "")],
     [f"{before}<|content_{kind}|>" for kind in _KINDS for before in (_BLOCK, "")],
+    list[str](),
 )
 # muse_glimmer, and from vLLM 0.33 on muse with its alias: the parser names no marker and works on text. Thinking is a
 # message to `self`, followed by a message to `user` or by a tool call in the ATEM format, which
@@ -58,6 +61,7 @@ _MESSAGE = "<|eom|><|start|>assistant"
 MUSE = (
     [f"{before} to=self<|message|>" for before in (_MESSAGE, "<|start|>assistant", "")],
     [f"{_MESSAGE} to=user<|message|>", " to=user<|message|>", "<atem:function_calls>", "<atem:invoke"],
+    list[str](),
 )
 WRITTEN = {"openai_gptoss": HARMONY, "inkling": INKLING, "muse_glimmer": MUSE, "muse": MUSE, "musespark1x": MUSE}
 
@@ -72,10 +76,12 @@ class MarkersNotFound(BadSettings):
 
 @dataclass(frozen=True, slots=True)
 class NamedMarkers:
-    """The start and end markers that a parser names for one effort; a forced end writes the first end marker."""
+    """The start and end markers that a parser names for one effort, and what begins a call of a tool; a forced end
+    writes the first end marker."""
 
     starts: tuple[Tokens, ...]
     ends: tuple[Tokens, ...]
+    calls: tuple[Tokens, ...] = ()
 
 
 def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
@@ -99,11 +105,12 @@ def resolve(vllm_config: Any, settings: agent_pb2.Settings) -> Markers:
     if starts or ends:
         by_effort = [NamedMarkers(starts or one.starts, ends or one.ends) for one in by_effort[:1]]
     merged = NamedMarkers(
-        *(tuple(dict.fromkeys(m for one in by_effort for m in getattr(one, w))) for w in ("starts", "ends"))
+        *(tuple(dict.fromkeys(m for one in by_effort for m in getattr(one, w))) for w in ("starts", "ends", "calls"))
     )
     own = {start: one.ends[0] for one in reversed(by_effort) for start in one.starts} if len(by_effort) > 1 else {}
     texts = closing or transition, prefix
-    return _with_turn_ends(Markers(merged.starts, merged.ends, *texts, tuple(own.items())), vllm_config)
+    markers = Markers(merged.starts, merged.ends, *texts, tuple(own.items()), calls=merged.calls)
+    return _with_turn_ends(markers, vllm_config)
 
 
 def _with_turn_ends(markers: Markers, vllm_config: Any) -> Markers:
@@ -200,7 +207,7 @@ def _markers_of_vllm(vllm_config: Any, parser_name: str) -> tuple[list[NamedMark
         end = natural[0]
     first = by_effort[0] if by_effort else NamedMarkers((), ())
     starts, ends = (_spelled(tokenizer, [text]) if text else () for text in (start, end))
-    return [NamedMarkers((*starts, *first.starts), (*ends, *first.ends)), *by_effort[1:]], transition
+    return [NamedMarkers((*starts, *first.starts), (*ends, *first.ends), first.calls), *by_effort[1:]], transition
 
 
 def _configured(vllm_config: Any) -> tuple[str, str]:
@@ -257,12 +264,11 @@ def _asked(name: str, parser: Any, tokenizer: Any) -> NamedMarkers:
     MarkersNotFound."""
     named = _of_ids(parser, tokenizer)
     if named is None:
-        starts, ends = (_spelled(tokenizer, texts) for texts in WRITTEN.get(name) or _texts(parser))
-        named = NamedMarkers(starts, ends)
+        named = NamedMarkers(*(_spelled(tokenizer, texts) for texts in WRITTEN.get(name) or _texts(parser)))
     if not named.ends:
         raise MarkersNotFound("which names no end of thinking that this tokenizer can write")
     other = () if name in WRITTEN else _other_ends(parser, tokenizer, named)
-    return NamedMarkers(named.starts, (*named.ends, *other))
+    return NamedMarkers(named.starts, (*named.ends, *other), named.calls)
 
 
 def _texts(parser: Any) -> tuple[list[str], list[str]]:

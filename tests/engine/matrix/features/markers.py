@@ -83,6 +83,10 @@ HARMONY = {
     "begins a start": Case((BEGIN, (f"{THOUGHT}<|channel|>analysis so<|channel|>", T), END, ANSWER)),
     "begins a start in its answer": Case((BEGIN, (THOUGHT, T), END, (f" then{NEXT}<|channel|>analysis so", O)), ends=1),
     "a tool": Case((BEGIN, (THOUGHT, T), (f"{NEXT}<|channel|>commentary", M), (" to=user<|message|> so", O))),
+    "a tool in the channel of thinking": Case(
+        (BEGIN, (THOUGHT, T), (f"{NEXT}<|channel|>analysis to", M), ("=user<|message|> so", O)), 2 * THOUGHT_TOKENS + 5
+    ),
+    "a tool at once": Case((("<|channel|>analysis to", M), ("=user<|message|> so", O)), THOUGHT_TOKENS, ends=0),
     "an object": Case((BEGIN, (THOUGHT, T), (f"{NEXT}<|channel|>final <|constrain|>json<|message|>", M), ANSWER)),
     "thinks nothing": Case(((FINAL, M), ANSWER), ends=0),
     "no channel": Case((ANSWER,), ends=0),
