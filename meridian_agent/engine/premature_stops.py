@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_agent.vllm_adapter import premature_stops, request_api, scheduler_api
+from meridian_agent.vllm_adapter import preemption_api, premature_stops, request_api, scheduler_api
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -41,7 +41,8 @@ class PrematureStops:
         ending = state.ending(markers)
         if live.info.most_tokens - state.generated_tokens <= len(ending) or request_api.stops_at(request, ending):
             return False
-        if not self._masks.may_force(live) or scheduler_api.is_draining(scheduler):
+        can_go_on = self._masks.may_force(live) and preemption_api.keeps_tokens(scheduler, request)
+        if not can_go_on or scheduler_api.is_draining(scheduler):
             return False
         if not live.reserve_tokens:
             self._directives.shadow_stop(live, state.think_tokens)

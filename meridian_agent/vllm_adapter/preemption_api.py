@@ -38,9 +38,15 @@ def preemptions(request: Request) -> int:
 
 def may_preempt(scheduler: PreemptingScheduler, request: Request) -> bool:
     """Whether a request runs and goes on with the same tokens after a preemption. A streaming session counts its tokens
-    by its inputs; and torch's generators on CPUs cannot be rewound if the tokens are computed again in pieces."""
+    by its inputs."""
     if not request_api.runs(request) or getattr(request, "resumable", False):
         return False
+    return keeps_tokens(scheduler, request)
+
+
+def keeps_tokens(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a request may be computed again. Torch's generators on CPUs cannot be rewound if that happens in pieces,
+    and the engine would die of it."""
     return request.sampling_params.seed is None or scheduler_api.can_redraw(scheduler)
 
 

@@ -46,7 +46,7 @@ def stopping(stop: int, **more: Any) -> SamplingParams:
 def test_by_default_a_chat_answers_and_a_completion_stops(llm: Any, agent: Any, control: Control, stop: int) -> None:
     """Stock vLLM returns a chat without an answer, with `finish_reason: stop`."""
     control.apply({})
-    before = ends(control)
+    before, preempted = ends(control), agent.preempted_think
     (completed,) = chat(llm, [opened()], stopping(stop))
     assert (len(completed), completed[AT]) == (AT + 1, stop)
     assert ends(control) == before
@@ -56,6 +56,7 @@ def test_by_default_a_chat_answers_and_a_completion_stops(llm: Any, agent: Any, 
     assert tokens[: AT + 1] == [*completed[:AT], end]
     assert len(tokens) > AT + 2
     assert ends(control)["premature_stop"] == before.get("premature_stop", 0) + 1
+    assert agent.preempted_think == preempted, "memory is not short"
 
 
 def test_explain_shows_the_stop_and_what_is_left(
@@ -90,7 +91,7 @@ def test_in_shadow_the_model_stops_and_the_stop_is_counted(
 
 @pytest.mark.parametrize(
     "kept",
-    ["no reserve", "a client's own stop token", "ends at the marker", "no marker allowed", "tool call"],
+    ["no reserve", "a client's own stop token", "ends at the marker", "no marker allowed", "tool call", "seed"],
 )
 def test_a_stop_that_stays_as_stock_has_it(llm: Any, agent: Any, control: Control, stop: int, kept: str) -> None:
     end, params, calls, at = agent.tracker.markers.end[0], stopping(stop), list[int](), AT
@@ -99,6 +100,9 @@ def test_a_stop_that_stays_as_stock_has_it(llm: Any, agent: Any, control: Contro
         params, at = stopping(free[0]), 0
     elif kept == "ends at the marker":
         params = stopping(stop, stop_token_ids=[stop, end])
+    elif kept == "seed":
+        # Torch's generators on CPUs cannot be rewound, so nothing may be computed again.
+        params = stopping(stop, seed=7)
     elif kept == "no marker allowed":
         params = stopping(stop, logit_bias={end: -math.inf})
     elif kept == "tool call":
