@@ -64,11 +64,16 @@ class PrematureStops:
             request, live = scheduler.requests.get(request_id), self._tracker.by_id.get(request_id)
             if request is not None and not at_once and premature_stops.in_flight(request):
                 continue
-            del self.waiting[request_id]
             if request is not None:
                 premature_stops.resume(scheduler, request)
+            del self.waiting[request_id]
             if live is not None:
                 self._directives.end_stopped(live)
+
+    def unfinished(self, scheduler: Scheduler) -> int:
+        """Return how many requests are to go on that are in none of vLLM's queues, from which vLLM counts those that
+        have not finished."""
+        return 0 if scheduler_api.makes_no_step(scheduler) else len(self.waiting)
 
     def finishing(self, scheduler: Scheduler, request_ids: Collection[str] | str | None) -> None:
         """Let vLLM finish the requests among these that wait to be queued anew; None stands for all requests."""

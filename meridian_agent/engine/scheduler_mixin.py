@@ -188,6 +188,13 @@ class GovernedScheduler(Scheduler):
             self._guard.run(self._agent.accounts.answered_input, request)
         return ended
 
+    def get_num_unfinished_requests(self) -> int:
+        number = super().get_num_unfinished_requests()  # type: ignore[misc]
+        # Under data parallelism all ranks stop computing together once no rank has such a request.
+        if self._agent is not None and self._agent.stops.waiting:
+            number += self._guard.run(self._agent.unfinished, self) or 0
+        return number
+
     def stop_sleeps(self, request_id: str) -> bool:
         """Return whether the newest token of a request, one of its stop tokens, does not end the request. vLLM asks
         through the request's list of stop tokens."""

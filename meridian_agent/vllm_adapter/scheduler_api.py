@@ -47,6 +47,11 @@ def is_draining(scheduler: Scheduler) -> bool:
     return _pause_state(scheduler) == "PAUSED_NEW"
 
 
+def makes_no_step(scheduler: Scheduler) -> bool:
+    """Return whether vLLM is paused at once, so that it makes no step even for the requests that it has begun."""
+    return _pause_state(scheduler) == "PAUSED_ALL"
+
+
 def _pause_state(scheduler: Scheduler) -> str:
     """Return the name of vLLM's PauseState; older versions of vLLM cannot be paused."""
     return str(getattr(getattr(scheduler, "pause_state", None), "name", "UNPAUSED"))

@@ -118,7 +118,9 @@ def _abort_between(engine: Engine, ask: Ask, stops: set[int]) -> None:
         engine.control.apply(_reserve(10))
         run = engine.run({"a": ask})
         run.until(lambda: bool(engine.agent.stops.waiting))
+        assert engine.scheduler.get_num_unfinished_requests() == 1, "other ranks would stop computing"
         run.abort("a")
+        assert engine.scheduler.get_num_unfinished_requests() == 0
         engine.drain()
     assert (engine.agent.stops.waiting, engine.scheduler.requests) == ({}, {})
     engine.control.apply(NEUTRAL)
