@@ -116,6 +116,27 @@ def binomial_lower(successes: int, trials: int, confidence: float) -> float:
     return _root(lambda p: regularized_beta(p, successes, trials - successes + 1) >= 1 - confidence)
 
 
+def chance_to_prove(harm: float, seen: int, trials: int, limit: float, confidence: float) -> float:
+    """Return the probability that the upper bound of so many further trials is at most `limit`, if `harm` of `seen`
+    earlier trials were events.
+
+    The number of events is beta-binomial: the probability of an event has the Jeffreys posterior of the earlier trials,
+    Beta(harm + 1/2, seen - harm + 1/2) (Brown, Cai and DasGupta, Statistical Science 16, 2001).
+    """
+    a, b = harm + 0.5, seen - harm + 0.5
+    log_chance = _log_beta(a, b + trials) - _log_beta(a, b)
+    chance, events = 0.0, 0
+    while events < trials and binomial_upper(events, trials, confidence) <= limit:
+        chance += math.exp(log_chance)
+        log_chance += math.log((trials - events) * (a + events) / ((events + 1) * (b + trials - events - 1)))
+        events += 1
+    return min(1.0, chance)
+
+
+def _log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
 def student_quantile(confidence: float, freedom: float) -> float:
     """Return the t for which a Student t variable lies between -t and t with this probability.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.common.inference import binomial_upper, confidence_of
+from meridian_control.common.inference import binomial_upper, chance_to_prove, confidence_of
 from meridian_control.offline.calibrated_policy import floor_of, policy_of
 from meridian_control.offline.candidates import give_ups, loosened, paired, single_rules
 from meridian_control.offline.correctness import RIGHT
@@ -142,9 +142,17 @@ class Goal:
         return confidence_of(self.attempt, self.confidence) if self.attempt else self.confidence
 
 
-def calibrate(replay: Replay, goal: Goal, split: int = 0, families: Collection[str] = tuple(SIGNALS)) -> Calibration:
+def calibrate(
+    replay: Replay,
+    goal: Goal,
+    split: int = 0,
+    families: Collection[str] = tuple(SIGNALS),
+    *,
+    unattended: bool = False,
+) -> Calibration:
     """Choose a rule from a trace and compute its figures. split: number of the split into halves. families: those that
-    are tried, beside the fixed cap.
+    are tried, beside the fixed cap. unattended: nobody weighs the result, so that only the bound on the other half
+    counts: the rule is the one from which most is to be expected, and its signal need not separate.
 
     Raises TooFewRequests.
     """
@@ -158,13 +166,14 @@ def calibrate(replay: Replay, goal: Goal, split: int = 0, families: Collection[s
     tried = {
         family: halves.tried(rules) for family, rules in single_rules(replay, fit).items() if family in {*families, CAP}
     }
-    usable = [family for family in tried if set(SIGNALS[family]) <= good and family != CAP]
+    usable = [family for family in tried if (unattended or set(SIGNALS[family]) <= good) and family != CAP]
     cautious = {
         family: [t.rule for t in pareto(tried[family]) if t.harm <= PAIRED_LOSS * goal.max_loss] for family in usable
     }
     pairs = {family: halves.tried(rules) for family, rules in paired(cautious, PAIRED_RULES).items()}
-    single = halves.best([t for family in usable for t in tried[family]])
-    best = halves.best([t for tries in pairs.values() for t in tries])
+    choose = halves.likeliest if unattended else halves.best
+    single = choose([t for family in usable for t in tried[family]])
+    best = choose([t for tries in pairs.values() for t in tries])
     if best is None or (single is not None and best.saved <= single.saved + PAIR_MUST_ADD):
         best = single
 
@@ -319,6 +328,21 @@ class Halves:
             if self._bound(self._harm(self._try(laxer(candidate.rule)).stops, self.fit)) <= allowed:
                 return candidate
         return None
+
+    def likeliest(self, tried: Sequence[Tried]) -> Tried | None:
+        """Return the rule from which most saving is to be expected: its saving times the probability that the other
+        half proves it.
+
+        Its harm is that with laxer thresholds, because of many rules the one with the least harm has been lucky, too.
+        """
+        here, there = (len(np.unique(self.unit[half])) for half in (self.fit, self.held_out))
+        chosen, most = None, 0.0
+        for candidate in tried:
+            harm = float(self._harm(self._try(loosened(candidate.rule)).stops, self.fit).sum())
+            goal = self.goal.max_loss, self.goal.bound_confidence
+            if (expected := candidate.saved * chance_to_prove(harm, here, there, *goal)) > most:
+                chosen, most = candidate, expected
+        return chosen
 
     def point(self, candidate: Tried) -> Point:
         return Point(

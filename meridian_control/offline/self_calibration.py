@@ -102,12 +102,12 @@ def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
     except AnswersAlikeError as error:
         return {"requests": requests, "why": str(error), "anew": True}
     try:
-        result = calibrate(replay, goal, families=[EAT_SENTENCE])
+        result = calibrate(replay, goal, families=[EAT_SENTENCE], unattended=True)
     except TooFewRequests as error:
         return {"requests": requests, "why": str(error)}
     if (point := result.recommended) is None:
         if result.best is None:
-            return {"requests": requests, "why": "no rule loses little enough on the half that chooses"}
+            return {"requests": requests, "why": "no rule is expected to save anything"}
         bound = result.best.held_out.harm_bound
         why = f"{result.best.rule} may lose {percent(bound, 2)}, more than the allowed {percent(goal.max_loss, 2)}"
         return {"requests": requests, "why": why}

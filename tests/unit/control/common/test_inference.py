@@ -15,6 +15,7 @@ from meridian_control.common.inference import (
     Sums,
     binomial_lower,
     binomial_upper,
+    chance_to_prove,
     difference,
     evidence,
     regularized_beta,
@@ -42,6 +43,13 @@ def test_binomial_bounds(successes: int, trials: int, confidence: float) -> None
         exact = stats.binomtest(successes, trials, alternative=alternative).proportion_ci(confidence, method="exact")
         expected = exact.high if alternative == "less" else exact.low
         assert bound(successes, trials, confidence) == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.floats(0, 30), st.integers(30, 400), st.integers(1, 400), st.sampled_from([0.01, 0.05, 0.2]))
+def test_the_chance_to_prove(harm: float, seen: int, trials: int, limit: float) -> None:
+    few_enough = [events for events in range(trials + 1) if binomial_upper(events, trials, 0.95) <= limit]
+    expected = stats.betabinom.pmf(few_enough, trials, harm + 0.5, seen - harm + 0.5).sum() if few_enough else 0.0
+    assert chance_to_prove(harm, seen, trials, limit, 0.95) == pytest.approx(expected, abs=1e-9)
 
 
 def test_no_trials_say_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -48,8 +49,8 @@ def test_a_rule_is_proved_on_traffic_that_settles() -> None:
 @pytest.mark.parametrize(
     ("traffic", "count", "why"),
     [
-        (MISLED, fewest(1, 0.02) + 60, "no rule loses little enough on the half that chooses"),
-        (EASY, fewest(1, 0.02) // 2, "no rule loses little enough on the half that chooses"),
+        (MISLED, fewest(1, 0.02) + 60, r"EAT < .* nats may lose .* %, more than the allowed 2\.00 %"),
+        (EASY, fewest(1, 0.02) // 2, "no rule is expected to save anything"),
         (EASY, 5, "10 requests are needed in each half"),
         (
             ALIKE,
@@ -62,7 +63,7 @@ def test_a_rule_is_proved_on_traffic_that_settles() -> None:
 def test_nothing_is_proved(traffic: Traffic, count: int, why: str) -> None:
     result = found(BASE, traffic.episodes(random.Random(1), count), GOAL)
     assert "rule" not in result
-    assert result["why"].startswith(why)
+    assert re.match(why, result["why"])
     assert result.get("anew", False) == (traffic is ALIKE), "once a prefix is set, earlier probes show nothing"
 
 
