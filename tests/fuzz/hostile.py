@@ -118,7 +118,9 @@ class Hostile:
         if field.type == Field.TYPE_BOOL:
             return rng.random() < 0.5
         if rng.random() < self.sense:
-            if field.name in SENSIBLE:
+            if field.name in SENSIBLE and isinstance(SENSIBLE[field.name][0], bytes) == (
+                field.type == Field.TYPE_BYTES
+            ):
                 return rng.choice(SENSIBLE[field.name])
             return rng.choice(POOLS[field.type][:4])
         return rng.choice(POOLS[field.type])
