@@ -77,10 +77,12 @@ class Columns:
     eat_count: NDArray[np.int64] = column(np.int64, 0)
     # Thinking tokens at which the newest EAT sample was measured.
     eat_think_tokens: NDArray[np.int64] = column(np.int64, 0)
+    # Thinking tokens at which the next EAT probe is due; whether a probe has no outcome yet, because a request has one
+    # probe at a time.
     next_probe_tokens: NDArray[np.int64] = column(np.int64, 0)
     probe_open: NDArray[np.bool_] = column(bool, False)
-    # Whether the newest probe found that the answer would be empty; whether the request was probed near its cap;
-    # whether the cap was extended because the answer would be empty.
+    # Whether the newest probe found that the answer would be empty; whether the request was probed near its cap,
+    # which happens once; whether the cap was extended because the answer would be empty.
     empty_answer: NDArray[np.bool_] = column(bool, False)
     cap_probed: NDArray[np.bool_] = column(bool, False)
     extended: NDArray[np.bool_] = column(bool, False)
@@ -95,6 +97,7 @@ class Columns:
     rank: NDArray[np.int64] = column(np.int64, UNTOLD)
     # Phase of the request when `rank` was decided. The agent drops a rank when the phase changes.
     ranked_phase: NDArray[np.uint8] = column(np.uint8, UNRANKED)
+    # Eviction tier that was sent, 0 for none.
     tier: NDArray[np.uint8] = column(np.uint8, 0)
     max_think_tokens: NDArray[np.int64] = column(np.int64, UNTOLD)
     cap_shadow: NDArray[np.bool_] = column(bool, False)

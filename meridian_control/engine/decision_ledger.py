@@ -157,7 +157,7 @@ class Ledger:
                     self._count_age(step - decision.step)
             probed.append(slot)
         self._count(settled)
-        self._table.close_probes([slot for slot in probed if slot is not None])
+        self._table.put([slot for slot in probed if slot is not None], probe_open=False)
         return probed
 
     def _count_age(self, age_steps: int) -> None:

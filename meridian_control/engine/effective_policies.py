@@ -69,7 +69,7 @@ class EffectivePolicies:
         self._newest_behind = None
         self._active = [shortener for shortener in self.shorteners if shortener.entries]
         self._table.set_window(policy.entropy.rpdi_window_tokens)
-        self._table.set_groups(0)
+        self._table.put(slice(None), group=0)
         for count, (slot, opened) in enumerate(self._table.requests(), 1):
             self.assign(slot, opened, again=True)
             if not count % SLICE_ROWS:
@@ -126,8 +126,7 @@ class EffectivePolicies:
             self.holdout.exposed(slots, self._held[group], staged)
         else:
             group = 0 if policy is self.policy else self._index_of(Held(policy, by, own, policy))
-        for slot in slots:
-            self._table.set_group(slot, group)
+        self._table.put(slots, group=group)
         for shortener, mine in zip(self._active, by_shortener, strict=True):
             would: Policy | None = None
             has_shadow = own.scheduler.enabled and any(entry.shadow for entry in shortener.entries)
@@ -160,7 +159,7 @@ class EffectivePolicies:
         """Drop policies that no live request uses. Clients choose which overrides match, so the list could grow."""
         table = self._table
         used = sorted({0, *table.group[table.live].tolist()})
-        table.set_groups(np.where(table.live, np.searchsorted(used, table.group), 0))
+        table.put(slice(None), group=np.where(table.live, np.searchsorted(used, table.group), 0))
         self._held = [self._held[index] for index in used]
         self._room = max(ROOM, 2 * len(used))
 

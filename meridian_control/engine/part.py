@@ -179,7 +179,7 @@ class Stream:
         """Ask for probes of requests that have the same policy. seen: the table or moments, and the index of each
         request in it; the table if absent. hold_ms: milliseconds for which a request waits for the result. Rules read
         the results unless `reason` is UNREAD_PROBE."""
-        self.table.open_probe(slots)
+        self.table.put(slots, probe_open=True)
         numbers = slots.tolist()
         decision_ids = self.ledger.make_probes(reason, numbers, *(seen or (self.table, slots)))
         for decision_id, slot in zip(decision_ids, numbers, strict=True):

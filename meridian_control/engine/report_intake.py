@@ -117,14 +117,14 @@ class Intake:
         else:
             table.forget_loops()
         for slot in filter(table.holds, preempted):
-            table.set_preempted(slot, True)
+            table.put(slot, preempted=True)
         for slot in filter(table.holds, resumed):
-            table.set_preempted(slot, False)
+            table.put(slot, preempted=False)
         if came_in := self._steps.get("outcomes"):
             probed = yield from self._ledger.settle(report.outcomes, report.step)
             table.history.note_probe_outcomes(probed, came_in)
         for slot in filter(table.holds, (request.slot for request in closed)):
-            table.mark_closing(slot)
+            table.put(slot, closing=True)
         yield from self._parts.reported(report, now)
 
     def finish_report(self, report: agent_pb2.StepReport, governed: bool) -> Sliced[None]:
@@ -257,7 +257,7 @@ class Intake:
         _, *columns = zip(*rows, strict=True)
         slots, tokens, eat_nats, empty = map(np.array, columns[:4])
         add_eat_samples(table, slots, eat_nats, self._policies.ema_alpha(slots), tokens)
-        table.note_empty_answers(slots, empty)
+        table.put(slots, empty_answer=empty)
 
     def _take_loops(self, loops: agent_pb2.LoopColumns) -> None:
         """Take in the cycles that the agent has found.

@@ -106,7 +106,7 @@ class RequestTable(Columns):
 
     All modules may read columns; only the methods of this class write them. The capacity grows by a quarter when a
     higher slot appears and never shrinks. has_new: whether a request was opened since the caps of all requests were
-    decided.
+    decided; who decides them sets it to False.
     """
 
     def __init__(self, window_tokens: int, capacity: int = 64) -> None:
@@ -133,10 +133,11 @@ class RequestTable(Columns):
         vars(table).update((name, np.ascontiguousarray(getattr(table, name))) for name in SIGNAL_COLUMNS)
         return table
 
-    def fill(self, count: int, **columns: Any) -> None:
-        """Write columns of the first `count` slots at once, each from an array [count] or from one value for all."""
+    def put(self, slots: Any, **columns: Any) -> None:
+        """Write columns of some slots, each from an array of their values or from one value for all. slots: a slot,
+        several, a mask or a slice."""
         for name, values in columns.items():
-            getattr(self, name)[:count] = values
+            getattr(self, name)[slots] = values
 
     def _resize(self, capacity: int) -> None:
         old = len(self.info)
@@ -337,9 +338,6 @@ class RequestTable(Columns):
 
     # ------------------------------------------------------------------------------------- reported by the agent
 
-    def set_preempted(self, slot: int, preempted: bool) -> None:
-        self.preempted[slot] = preempted
-
     def take_joined(self, columns: agent_pb2.JoinedColumns) -> None:
         """Note which live requests have joined their first step, and keep their queueing times in `joined`.
 
@@ -355,10 +353,6 @@ class RequestTable(Columns):
         )
         self.joined = Joined(slots.astype(np.int64), queueing_ms)
 
-    def mark_closing(self, slot: int) -> None:
-        """Note that the newest report closes the request."""
-        self.closing[slot] = True
-
     def set_loops(self, slots: NDArray[np.int64], periods: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """Note the cycles in which the thinking of these slots ends, [loops]; all other slots have none."""
         if self.has_loops:
@@ -370,22 +364,6 @@ class RequestTable(Columns):
         """Note that no request repeats itself as of the newest report."""
         if self.has_loops:
             self.set_loops(NONE, NONE, NONE)
-
-    def set_group(self, slot: int, group: int) -> None:
-        """Note which of the session's policies holds for a request."""
-        self.group[slot] = group
-
-    def set_arm(self, slot: int, control: bool, counted: bool) -> None:
-        """Note whether a request is held out, and whether it counts when it closes."""
-        self.control[slot], self.counted[slot] = control, counted
-
-    def await_signals(self, slot: int, signals: int) -> None:
-        """Note the signals whose first value is still to be compared with the calibration, as `awaited_signals`."""
-        self.awaited_signals[slot] = signals
-
-    def set_groups(self, groups: NDArray[np.int64] | int) -> None:
-        """Note which of the session's policies hold for all requests, [slots] or one for all."""
-        self.group[:] = groups
 
     def note_think_end(self, slot: int, forced: bool, kind: int) -> None:
         """Note that the request's thinking has ended.
@@ -410,11 +388,6 @@ class RequestTable(Columns):
         self.eat_count[slots] += 1
         self.eat_think_tokens[slots] = think_tokens
 
-    def note_empty_answers(self, slots: NDArray[np.int64], empty: NDArray[np.bool_]) -> None:
-        """Note whether the newest probe of each slot, the slots different from each other, found that the answer would
-        be empty."""
-        self.empty_answer[slots] = empty
-
     # ------------------------------------------------------------------------------------- decisions about requests
 
     def set_ranks(self, ranks: NDArray[np.int64]) -> None:
@@ -425,27 +398,11 @@ class RequestTable(Columns):
         """Forget the ranks that are in force on the agent, so that all ranks are sent again."""
         self.rank[:], self.ranked_phase[:] = UNTOLD, self.phase
 
-    def set_tier(self, slots: NDArray[np.intp], tier: agent_pb2.EvictionTier.ValueType) -> None:
-        """Note the eviction tier that is sent to the agent for these slots."""
-        self.tier[slots] = tier
-
-    def forget_tiers(self) -> None:
-        """Forget the tiers that were sent, so that all tiers are sent again."""
-        self.tier[:] = agent_pb2.EVICTION_TIER_UNSPECIFIED
-
-    def caps_decided(self) -> None:
-        """Note that the caps of all live requests are decided."""
-        self.has_new = False
-
     def note_cap(self, slot: int, cap: int, shadow: bool, reserve: int) -> None:
         """Note the cap that holds for a request, NO_CAP for none, and the answer reserve, 0 for none. shadow: whether
         the agent only counts both."""
         self.max_think_tokens[slot], self.cap_shadow[slot] = cap, shadow
         self.answer_reserve_tokens[slot] = reserve
-
-    def extend_caps(self, requests: NDArray[np.bool_]) -> None:
-        """Note the requests whose cap was extended because the answer would be empty. requests: mask, [slots]."""
-        self.extended[requests] = True
 
     def note_end(self, slot: int, reason: agent_pb2.ForceReason.ValueType, shadow: bool) -> None:
         """Note the rule that ends a request's thinking. shadow: the rule is in shadow, and only its firing is noted."""
@@ -461,23 +418,3 @@ class RequestTable(Columns):
     def forget_ends(self) -> None:
         """Forget the rules that ended thinking or fired in shadow, so that all rules are asked again."""
         self.end_decided[:] = self.shadow_decided[:] = 0
-
-    def ask_again(self, slot: int) -> None:
-        """Forget the rules that fired in shadow for a request, so that they are asked again."""
-        self.shadow_decided[slot] = 0
-
-    def schedule_probe(self, slots: NDArray[np.intp], think_tokens: NDArray[np.int64]) -> None:
-        """Note the number of thinking tokens at which each request's next EAT probe is due, [slots]."""
-        self.next_probe_tokens[slots] = think_tokens
-
-    def open_probe(self, slots: NDArray[np.intp]) -> None:
-        """Note that these requests have a probe without an outcome."""
-        self.probe_open[slots] = True
-
-    def close_probes(self, slots: list[int]) -> None:
-        """Note that the outcomes of these requests' probes are known, so that the requests may be probed again."""
-        self.probe_open[slots] = False
-
-    def note_cap_probe(self, slots: NDArray[np.intp]) -> None:
-        """Note that these requests are probed near their cap, which happens once per request."""
-        self.cap_probed[slots] = True

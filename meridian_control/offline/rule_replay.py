@@ -139,7 +139,7 @@ class Replay:
         self.eat_nats = np.where(has, episodes.eat_nats[sample] if len(episodes.eat_nats) else np.nan, np.nan)
         self.right = self._judged(episodes.owner, episodes.think_tokens, episodes.decided_tokens + self._late)
         placed = np.where(has, episodes.sample_tokens[sample], 0) if len(episodes.sample_tokens) else sample * 0
-        self._table.fill(len(sample), eat_think_tokens=placed)
+        self._table.put(slice(len(sample)), eat_think_tokens=placed)
         # A held request generates no thinking token between its probe and the decision from the probe.
         held = base.entropy.eat_hold_ms > 0
         arrived = episodes.sample_arrived[sample] if len(episodes.sample_arrived) else sample
@@ -166,18 +166,18 @@ class Replay:
     def _boundary_table(self) -> RequestTable:
         episodes, count = self.episodes, len(self.episodes.owner)
         table = RequestTable.without_windows(self.window_tokens, max(1, count))
-        table.fill(count, live=True, phase=THINK, boundary_now=True, think_tokens=episodes.decided_tokens)
-        table.fill(count, boundary_ranks=episodes.ranks, boundary_count=episodes.rank_count)
+        table.put(slice(count), live=True, phase=THINK, boundary_now=True, think_tokens=episodes.decided_tokens)
+        table.put(slice(count), boundary_ranks=episodes.ranks, boundary_count=episodes.rank_count)
         ratios = np.full((count, CONFIRM_HISTORY), np.nan)
         for age in range(CONFIRM_HISTORY - 1, 0, -1):
             earlier = episodes.earlier_counts[:, age - 1], episodes.earlier_places[:, age - 1]
             entropies = episodes.entropies(*earlier, self.window_tokens)
-            table.fill(count, **dict(zip(ENTROPIES, entropies, strict=True)))
+            table.put(slice(count), **dict(zip(ENTROPIES, entropies, strict=True)))
             ratios[:, age] = rpdi(table)[:count]
         newest = episodes.entropies(episodes.entropy_count, episodes.entropy_place, self.window_tokens)
-        table.fill(count, **dict(zip(ENTROPIES, newest, strict=True)))
+        table.put(slice(count), **dict(zip(ENTROPIES, newest, strict=True)))
         ratios[:, 0] = rpdi(table)[:count]
-        table.fill(count, boundary_rpdi=ratios)
+        table.put(slice(count), boundary_rpdi=ratios)
         return table
 
     @property
@@ -233,8 +233,8 @@ class Replay:
         places, right = episodes.decided_tokens + self._late, self.right
         if "EAT" in SIGNALS[rule.family]:
             samples, means, variances = self._eat_state(policy.entropy.ema_alpha, *self._probing(rule))
-            table.fill(count, eat_count=samples, eat_ema_nats=means[:, 0], eat_ema_variance=variances[:, 0])
-            table.fill(count, earlier_eat_ema_nats=means[:, 1:], earlier_eat_ema_variance=variances[:, 1:])
+            table.put(slice(count), eat_count=samples, eat_ema_nats=means[:, 0], eat_ema_variance=variances[:, 0])
+            table.put(slice(count), earlier_eat_ema_nats=means[:, 1:], earlier_eat_ema_variance=variances[:, 1:])
             ends = entropy_rule.given_up if rule.family == GIVE_UP else entropy_rule.eat_converged
             fires, (places, right) = ends(policy.entropy, table), self._eat[effects.is_gated(policy.entropy)]
         elif rule.family == RANK:

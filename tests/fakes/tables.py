@@ -30,8 +30,7 @@ def table(*rows: dict[str, Any], window: int = WINDOW) -> RequestTable:
     made = RequestTable(window, capacity=2)
     for slot, row in enumerate(rows):
         made.open(agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", phase=row.get("phase", THINK)))
-        for name, value in row.items():
-            getattr(made, name)[slot] = value
+        made.put(slot, **row)
     # A sentence end keeps the RPDI of the request at that point.
     made.boundary_rpdi[:, 0] = np.where(made.boundary_now, rpdi(made), made.boundary_rpdi[:, 0])
     return made

@@ -42,12 +42,12 @@ class Caps(Part):
         table, extend = self._table, self._table.cap_probed
         if any_in(extend):
             extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
-            table.extend_caps(extend)
+            table.put(extend, extended=True)
         elif not (table.has_new or self._revises):
             return None
         due = extend | (table.max_think_tokens == UNTOLD) | self._revises
         self._revises = False
-        table.caps_decided()
+        table.has_new = False
         return self._decide((table.live & due).nonzero()[0].tolist(), extend, turn)
 
     def _decide(self, slots: list[int], extend: NDArray[np.bool_], turn: Turn) -> Sliced[None]:

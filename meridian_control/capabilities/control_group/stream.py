@@ -88,7 +88,8 @@ class ControlGroup(Part):
         in_force = is_whole and share > 0 and (may_shorten(own, entries) or self_calibrates(own))
         control = in_force and held_out(opened.request_id, share)
         begins = not (table.think_tokens[slot] or table.output_tokens[slot] or opened.handed_over_ref)
-        table.set_arm(slot, control, in_force and (begins or (same_rules and bool(table.counted[slot]))))
+        counted = in_force and (begins or (same_rules and bool(table.counted[slot])))
+        table.put(slot, control=control, counted=counted)
         self._await_signals(slot, own, opened, begins=begins, same_rules=same_rules)
         if not same_rules:
             self._ended_by.pop(slot, None)
@@ -108,7 +109,7 @@ class ControlGroup(Part):
         signals = compared_signals(self._policy, own, opened.min_think_tokens, described, control=control)
         before = int(self._table.awaited_signals[slot]) if same_rules else 0
         awaited = sum(BITS[signal] for signal in signals)
-        self._table.await_signals(slot, awaited if begins else awaited & before)
+        self._table.put(slot, awaited_signals=awaited if begins else awaited & before)
 
     def unshortened(self, policy: Policy) -> Policy:
         return unshortened(policy)
@@ -131,7 +132,7 @@ class ControlGroup(Part):
             assert opened is not None
             if self._stream.policies.held(slot).treated.entropy.shadow and not held.treated.entropy.shadow:
                 # A rule that has fired while it was in shadow for treated requests, too, fires again.
-                self._table.ask_again(slot)
+                self._table.put(slot, shadow_decided=0)
             request.kinds |= kinds
             self.requests.set_cap(slot, *(kind_of_cap(held, opened, extended=False) if acts else (NO_CAP, None)))
 
@@ -191,7 +192,7 @@ class ControlGroup(Part):
 
     def _count_first(self, slot: int, signal: str, value: float) -> None:
         assert self.experiment is not None
-        self._table.await_signals(slot, int(self._table.awaited_signals[slot]) & ~BITS[signal])
+        self._table.put(slot, awaited_signals=int(self._table.awaited_signals[slot]) & ~BITS[signal])
         self.experiment.sampled(signal, value)
 
     def thinking_ended(self, ends: Sequence[tuple[int, str]]) -> None:

@@ -101,11 +101,11 @@ class EntropyRules(Part):
         if len(indices):
             where = PLACEMENTS["anywhere" if is_gated(entropy) else entropy.eat_probe_placement]
             due = seen.slot[indices]
-            table.schedule_probe(due, seen.think_tokens[indices] + entropy.eat_probe_interval_tokens)
+            table.put(due, next_probe_tokens=seen.think_tokens[indices] + entropy.eat_probe_interval_tokens)
             self._stream.probe(turn, "eat", due, seen=(seen, indices), where=where, hold_ms=hold_ms(entropy))
         if near_cap := [slot for slot in near_cap if not table.probe_open[slot]]:
             due = np.array(near_cap)
-            table.note_cap_probe(due)
+            table.put(due, cap_probed=True)
             self._stream.probe(turn, "empty_answer", due)
 
     def _due(self, turn: Turn, policy: Policy, among: Among) -> tuple[Seen, NDArray[np.intp]]:

@@ -35,14 +35,15 @@ class Tiers(Part):
             tier = agent_pb2.EVICTION_TIER_REUSABLE
             return self._send(rule.reusable_again(table), "reusable", tier, False, turn) if revises else None
         if revises:
-            table.forget_tiers()
+            # All tiers are sent again.
+            table.put(slice(None), tier=agent_pb2.EVICTION_TIER_UNSPECIFIED)
         slots, tier = rule.newly_unreachable(self._can, table), agent_pb2.EVICTION_TIER_UNREACHABLE
         return self._send(slots, "unreachable", tier, memory.shadow, turn) if len(slots) else None
 
     def _send(
         self, slots: NDArray[np.intp], why: str, tier: agent_pb2.EvictionTier.ValueType, shadow: bool, turn: Turn
     ) -> Sliced[None]:
-        self._table.set_tier(slots, tier)
+        self._table.put(slots, tier=tier)
         for count, slot in enumerate(slots.tolist(), 1):
             decision_id = self._ledger.make("tier", why, slot, shadow)
             turn.out.tiers.add(decision_id=decision_id, slot=slot, tier=tier, shadow=shadow)

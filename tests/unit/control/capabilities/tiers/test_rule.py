@@ -20,13 +20,13 @@ CAN = agent_pb2.Capabilities(reclaim=True, template_strips_think=True)
 def test_what_thinks_is_told_once() -> None:
     made = table(thinking(), answering(), {"phase": PROMPT}, thinking())
     assert newly_unreachable(CAN, made).tolist() == [0, 3]
-    made.set_tier(newly_unreachable(CAN, made), UNREACHABLE)
+    made.put(newly_unreachable(CAN, made), tier=UNREACHABLE)
     assert made.tier[:4].tolist() == [UNREACHABLE, 0, 0, UNREACHABLE]
     assert newly_unreachable(CAN, made).tolist() == []
     made.close(3)
     made.open(agent_pb2.RequestOpened(slot=3, phase=agent_pb2.PHASE_THINK))
     assert newly_unreachable(CAN, made).tolist() == [3]
-    made.forget_tiers()
+    made.put(slice(None), tier=0)
     assert newly_unreachable(CAN, made).tolist() == [0, 3], "a policy that stays on tells all anew"
     # Both capabilities are needed.
     for can in ({"reclaim": True}, {"template_strips_think": True}, {}):
@@ -35,10 +35,10 @@ def test_what_thinks_is_told_once() -> None:
 
 def test_a_policy_that_is_switched_off_takes_tiers_back_once() -> None:
     made = table(thinking(), thinking(), answering())
-    made.set_tier(newly_unreachable(CAN, made), UNREACHABLE)
+    made.put(newly_unreachable(CAN, made), tier=UNREACHABLE)
     made.close(1)
     assert reusable_again(made).tolist() == [0]
-    made.set_tier(reusable_again(made), REUSABLE)
+    made.put(reusable_again(made), tier=REUSABLE)
     assert reusable_again(made).tolist() == []
 
 
