@@ -157,7 +157,7 @@ class Directives:
         elif live.ending is not None:
             self.report(force.decision_id, Outcome.SUPERSEDED, live)
         else:
-            live.begin_forced_end(Ending(self._tracker.markers.ending, force.decision_id, reason=force.reason))
+            live.ending = Ending(self._tracker.markers.ending, force.decision_id, reason=force.reason)
             self._tracker.watch_limit(live)
 
     def _cap(self, cap: agent_pb2.ThinkCap, step: int) -> None:
@@ -197,7 +197,7 @@ class Directives:
             return
         if live.tier is not None:
             self.report(live.tier[0], Outcome.SUPERSEDED)
-        live.set_tier(tier.decision_id, tier.tier, tier.shadow)
+        live.tier = tier.decision_id, tier.tier, tier.shadow
 
     def _accept_plan(self, plan: agent_pb2.DispatchPlan, step: int) -> None:
         if len(plan.slot) != len(plan.rank):
@@ -222,7 +222,7 @@ class Directives:
         for slot, rank in zip(plan.slot, plan.rank, strict=True):
             live = self._tracker.by_slot.get(slot)
             if live is not None and max(live.opened_step, live.phase_step) <= step:
-                live.set_rank(rank)
+                live.rank = rank
         self._tracker.reorder = True
 
     def active_plan(self) -> DispatchPlan | None:
@@ -242,7 +242,7 @@ class Directives:
 
     def _close_cap(self, live: LiveRequest, outcome: Outcome, detail: str = "") -> None:
         if live.cap is not None and not live.cap.reported:
-            live.mark_cap_reported()
+            live.cap.reported = True
             self.report(live.cap.decision_id, outcome, live, detail)
 
     def shadow_cap(self, live: LiveRequest) -> None:
@@ -251,7 +251,7 @@ class Directives:
         if cap is None or not cap.shadow or cap.reported:
             return
         if reserved < cap.max_think_tokens and reserved <= think_tokens:
-            live.mark_cap_reported()
+            cap.reported = True
             detail = f"answer_reserve_tokens is {cap.answer_reserve_tokens}"
             self._tracker.record.outcomes.append((cap.decision_id, Outcome.SHADOWED, reserved, detail))
         elif think_tokens >= cap.max_think_tokens:
@@ -275,14 +275,14 @@ class Directives:
             cap = _open_cap(live)
             counts = cap is not None and (limit.by_reserve or cap.max_think_tokens == limit.tokens)
             self._tracker.run.leave(live)
-            by_limit = Ending((), cap.decision_id if cap and counts else 0, by_cap=True, by_reserve=limit.by_reserve)
-            live.begin_forced_end(by_limit)
-            live.rewrite_forced_end(*self._written(live, state, by_limit))
+            ending = Ending((), cap.decision_id if cap and counts else 0, by_cap=True, by_reserve=limit.by_reserve)
+            live.ending = ending
+            ending.tokens, ending.detail = self._written(live, state, ending)
         elif not _begun(live):
             if self._waits(live, ending, rows):
-                live.delay_forced_end()
+                ending.waited_steps += 1
                 return {}
-            live.rewrite_forced_end(*self._written(live, live.state, ending))
+            ending.tokens, ending.detail = self._written(live, live.state, ending)
         return live.expect_forced_end(first, rows)
 
     def end_stopped(self, live: LiveRequest) -> None:
@@ -290,9 +290,9 @@ class Directives:
         decided before stays as it is; an end that a freeze has voided meanwhile does not follow."""
         if live.ending is None and live.has_stopped:
             cap = _open_cap(live)
-            at_stop = Ending((), cap.decision_id if cap else 0, by_cap=True, by_reserve=True, at_stop=True)
-            live.begin_forced_end(at_stop)
-            live.rewrite_forced_end(*self._written(live, live.state, at_stop))
+            ending = Ending((), cap.decision_id if cap else 0, by_cap=True, by_reserve=True, at_stop=True)
+            live.ending = ending
+            ending.tokens, ending.detail = self._written(live, live.state, ending)
             self._tracker.watch_limit(live)
 
     def shadow_stop(self, live: LiveRequest, think_tokens: int) -> None:
@@ -300,7 +300,7 @@ class Directives:
         and the reserve would have ended the thinking there."""
         cap = live.cap
         if cap is not None and cap.shadow and not cap.reported and cap.answer_reserve_tokens:
-            live.mark_cap_reported()
+            cap.reported = True
             detail = "the model stopped while it thought"
             self._tracker.record.outcomes.append((cap.decision_id, Outcome.SHADOWED, think_tokens, detail))
 
@@ -334,7 +334,7 @@ class Directives:
             if not ending.by_cap:
                 self._tracker.saved_tokens += max(0, (live.limit or 0) - live.think_tokens)
             if live.cap is not None and live.cap.decision_id == ending.decision_id:
-                live.mark_cap_reported()
+                live.cap.reported = True
             elif not ending.by_cap:
                 self._close_cap(live, Outcome.SUPERSEDED)
             self.report(ending.decision_id, Outcome.APPLIED, live, ending.detail)
@@ -379,7 +379,7 @@ class Directives:
         self._drop_plan(parts, report)
         for live in self._tracker.by_id.values():
             if parts & ORDER:
-                live.set_rank(None)
+                live.rank = None
             if live.ending is not None and parts & _part(live.ending) and not _bound(live):
                 self._drop_ending(live, Outcome.AGENT_OFF if report else None)
                 self._tracker.watch_limit(live)
@@ -407,7 +407,7 @@ class Directives:
             self._close_cap(live, Outcome.AGENT_OFF)
             live.void_decisions()
             # No end follows a stop that was taken back, so that the next stop may be taken back, too.
-            live.mark_stopped(NEVER_STOPPED)
+            live.stopped_after = NEVER_STOPPED
         self.drop(ALL_BUT_CAPS)
 
     def _let_go(self, decision_id: int, report: bool) -> None:
@@ -431,7 +431,7 @@ class Directives:
         if live.cap is not None and live.ending is not None and live.cap.decision_id == live.ending.decision_id:
             self._close_cap(live, Outcome.REFUSED, detail)
         self._drop_ending(live, Outcome.REFUSED, detail)
-        live.note_allowed(live.checked, False)
+        live.allowed = False
         self._tracker.watch_limit(live)
 
     def _drop_ending(self, live: LiveRequest, outcome: Outcome | None, detail: str = "") -> None:

@@ -101,7 +101,7 @@ class LiveRequest:
     measured: bool = True
     cap: Cap | None = None
     ending: Ending | None = None
-    # Tokens of the forced end in this step's masks, by row.
+    # Tokens of the forced end in the masks of the coming step, by row.
     expected: dict[int, int] = field(default_factory=dict)
     forced: bool = False
     # Number of ends of thinking before the newest thinking in which the model has stopped, NEVER_STOPPED if it has in
@@ -110,10 +110,12 @@ class LiveRequest:
     # The default cap or reserve ended thinking, before a cap was decided for the request; and the detail of that end.
     capped: bool = False
     capped_detail: str = ""
+    # The decided rank; None ranks the request by its phase.
     rank: int | None = None
     # Step of the first report that has the request's current phase; a rank that was decided from an older report is for
     # the previous phase.
     phase_step: int = 0
+    # Eviction tier that was decided for the request's KV blocks: (decision id, tier, whether it is in shadow).
     tier: tuple[int, int, bool] | None = None
     preempted: bool = False
     # Time on the lease's clock at which vLLM added the request to its queue; None once the request has joined a step,
@@ -127,7 +129,8 @@ class LiveRequest:
     # Number of thinking tokens at the newest known sentence end without a probe, and that token's flags, without the
     # counted steps of the run; used if a step brings several tokens.
     passed: tuple[int, int] = (0, 0)
-    # Number of thinking tokens at the newest probe, -1 before the first one.
+    # Number of thinking tokens at the newest probe, at which the end of a sentence gets no other one; -1 before the
+    # first probe, and if the newest one is not computed after all.
     probed_at: int = -1
     # Number of thinking tokens from which on the coming step may need a forced token.
     watch_from: int = NEVER
@@ -146,7 +149,7 @@ class LiveRequest:
     allowed: bool = True
     # KV blocks that an answering request had when it was preempted, each with the hash it had then.
     kept: list[tuple[Any, Any]] = field(default_factory=list)
-    # The answer has begun; and the thinking tokens that were taken for the count of the engine's.
+    # The first answer token has been generated; and the thinking tokens that were taken for the count of the engine's.
     answered: bool = False
     taken_think_tokens: int = 0
     # Thinking tokens from before the agent saw the request, and later those that streams have brought.
@@ -244,11 +247,6 @@ class LiveRequest:
         if self.own_state.think_tokens < self.shadow_reserved:
             self.shadow_reserved = think_tokens
 
-    def mark_cap_reported(self) -> None:
-        """Note that the outcome of the cap has been reported."""
-        if self.cap is not None:
-            self.cap.reported = True
-
     def void_decisions(self) -> None:
         """Keep the cap and the forced end in force, but detach them from their decisions, so that no outcome is
         reported."""
@@ -256,13 +254,6 @@ class LiveRequest:
             self.cap.decision_id, self.cap.reported = 0, True
         if self.ending is not None:
             self.ending.decision_id = 0
-
-    def begin_forced_end(self, ending: Ending) -> None:
-        self.ending = ending
-
-    def mark_stopped(self, ends: int) -> None:
-        """Note that the model has stopped in the thinking that follows so many ends of thinking."""
-        self.stopped_after = ends
 
     @property
     def has_stopped(self) -> bool:
@@ -274,16 +265,6 @@ class LiveRequest:
         if self.ending is not None and self.ending.by_cap and not self.ending.decision_id:
             self.ending.decision_id = decision_id
 
-    def delay_forced_end(self) -> None:
-        """Count a step that the forced end waits for the end of a number or an abbreviation."""
-        if self.ending is not None:
-            self.ending.waited_steps += 1
-
-    def rewrite_forced_end(self, tokens: tuple[int, ...], detail: str) -> None:
-        """Replace the tokens and the detail of a forced end of which no token has been generated."""
-        if self.ending is not None:
-            self.ending.tokens, self.ending.detail = tokens, detail
-
     def expect_forced_end(self, first_row: int, rows: int) -> dict[int, int]:
         """Note and return the next tokens of the forced end by row, from `first_row` on, for a step with `rows`
         rows."""
@@ -291,10 +272,6 @@ class LiveRequest:
         left = ending.tokens[ending.position :] if ending is not None else ()
         self.expected = {first_row + i: token for i, token in enumerate(left) if first_row + i < rows}
         return self.expected
-
-    def expect_nothing(self) -> None:
-        """Note that the masks of the coming step force no token of this request."""
-        self.expected = {}
 
     def complete_forced_end(self) -> None:
         """Note that all tokens of the forced end have been generated."""
@@ -306,15 +283,7 @@ class LiveRequest:
         """Drop the forced end; tokens that were written into masks are not counted for it any more."""
         self.ending, self.expected = None, {}
 
-    def note_allowed(self, ending: tuple[int, ...], allowed: bool) -> None:
-        """Note whether the request's own parameters allow all tokens of a forced end."""
-        self.checked, self.allowed = ending, allowed
-
     # ------------------------------------------------------------------------------------------ order, share and tiers
-
-    def set_rank(self, rank: int | None) -> None:
-        """Set the decided rank; None ranks the request by its phase."""
-        self.rank = rank
 
     def enter_phase(self, known_from: int) -> None:
         """Drop the rank, because the phase has changed. known_from: step of the first report that has the new phase."""
@@ -333,39 +302,16 @@ class LiveRequest:
         queued_s, self.queued_s = self.queued_s, None
         return None if queued_s is None else max(0.0, now_s - queued_s)
 
-    def mark_preempted(self) -> None:
-        self.preempted = True
-
-    def mark_resumed(self) -> None:
-        self.preempted = False
-
-    def set_tier(self, decision_id: int, tier: int, shadow: bool) -> None:
-        """Note the eviction tier that was decided for the request's KV blocks."""
-        self.tier = decision_id, tier, shadow
-
     def take_tier(self) -> tuple[int, int, bool] | None:
-        """Clear the eviction tier and return it as (decision id, tier, shadow); None if no tier was decided."""
+        """Clear the eviction tier and return it; None if no tier was decided."""
         tier, self.tier = self.tier, None
         return tier
-
-    def remember_blocks(self, blocks: list[tuple[Any, Any]]) -> None:
-        """Note the KV blocks of a request that is preempted while it answers, each with its hash."""
-        self.kept = blocks
 
     # -------------------------------------------------------------------------------------------------------- probes
 
     def hold_until(self, deadline_s: float) -> None:
         """Hold the request for a decision from its probe, until this time on the monotonic clock at the latest."""
         self.held_until, self.asked_in = deadline_s, 0
-
-    def mark_asked(self, step: int) -> None:
-        """Note that the report of this step has the result of the probe."""
-        self.asked_in = step
-
-    def note_probe(self, think_tokens: int) -> None:
-        """Note that a probe is placed behind so many thinking tokens, so that the end of a sentence there gets no other
-        probe; -1 if it is not computed after all."""
-        self.probed_at = think_tokens
 
     def count_same_answer(self, answer: int) -> int:
         """Note the likeliest token of a probe; return the number of probes in a row with this token."""
@@ -375,18 +321,10 @@ class LiveRequest:
 
     # ------------------------------------------------------------------------------------------------------- tokens
 
-    def mark_answered(self) -> None:
-        """Note that the first answer token has been generated."""
-        self.answered = True
-
     def take_think_tokens(self) -> int:
         """Return the thinking tokens since the last call; below 0 if a marker has taken tokens back."""
         before, self.taken_think_tokens = self.taken_think_tokens, self.think_tokens
         return self.taken_think_tokens - before
-
-    def note_told(self, think_tokens: int) -> None:
-        """Note that streams have brought the request's first `think_tokens` thinking tokens."""
-        self.told_think_tokens = think_tokens
 
     @property
     def untold_think_tokens(self) -> int:

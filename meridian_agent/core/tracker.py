@@ -201,7 +201,7 @@ class Tracker:
         self.by_id[info.request_id] = self.by_slot[slot] = live
         live.take_think_tokens()
         if state.output_tokens:
-            live.mark_answered()
+            live.answered = True
         self._count(state.phase, 1)
         if not live.measured:
             self._unmeasured_ids = None
@@ -228,13 +228,13 @@ class Tracker:
     def preempt(self, live: LiveRequest) -> None:
         """Note that a request was preempted and is back in the queue."""
         self.run.leave(live)
-        live.mark_preempted()
+        live.preempted = True
         self.preempted[live] = None
         self.record.preempted.append(live.slot)
 
     def resume(self, live: LiveRequest) -> None:
         """Note that a preempted request generates tokens again."""
-        live.mark_resumed()
+        live.preempted = False
         self.preempted.pop(live, None)
         self.record.resumed.append(live.slot)
 
@@ -260,7 +260,7 @@ class Tracker:
         run. Text that may be the beginning of a start marker is no answer yet."""
         self.before_answer.pop(live, None)
         if live.state.output_tokens > 0 and not live.state.opening(self.markers):
-            live.mark_answered()
+            live.answered = True
             self.answered.append(live)
         elif live.phase is Phase.OUTPUT:
             self.before_answer[live] = None

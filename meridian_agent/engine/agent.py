@@ -379,7 +379,7 @@ class Agent:
             return
         self.tracker.preempt(live)
         if request_api.loses_tokens(request):
-            live.expect_nothing()
+            live.expected = {}
         if live.phase is Phase.OUTPUT:
             self.output_critical += 1
             logger.warning("meridian: an answering request was preempted (%d so far)", self.output_critical)

@@ -131,4 +131,4 @@ def _remember(scheduler: Scheduler, request: Request, live: LiveRequest) -> None
     the same."""
     groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
     blocks = groups[0] if len(groups) == 1 else ()
-    live.remember_blocks([(block, block.block_hash) for block in blocks if block.block_hash is not None])
+    live.kept = [(block, block.block_hash) for block in blocks if block.block_hash is not None]

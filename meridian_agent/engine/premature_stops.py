@@ -47,7 +47,7 @@ class PrematureStops:
         if not live.reserve_tokens:
             self._directives.shadow_stop(live, state.think_tokens)
             return False
-        live.mark_stopped(state.ends)
+        live.stopped_after = state.ends
         self.waiting[request.request_id] = False
         return True
 

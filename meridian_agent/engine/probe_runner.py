@@ -214,7 +214,7 @@ class ProbeRunner:
         if not probe_rows.fits(scheduler, request, len(tokens)):
             return False
         probe_rows.append(request, tokens)
-        live.note_probe(live.think_tokens)
+        live.probed_at = live.think_tokens
         self.rows[request.request_id] = probe_admission.Placed(decision_id, live, live.think_tokens, 0, flags=flags)
         return True
 
@@ -235,7 +235,7 @@ class ProbeRunner:
     def _enter(self, scheduler: Scheduler, placed: probe_admission.Placed, hold_ms: int) -> None:
         self._number += 1
         live, known = placed.parent, placed.shared_tokens + 1
-        live.note_probe(placed.think_tokens)
+        live.probed_at = placed.think_tokens
         tokens = [*live.ref.all_token_ids[:known], *self._tracker.markers.probe_of(live.own_state.start)]
         probe = request_api.probe_request(live.ref, f"{probe_admission.PREFIX}{self._number}", tokens, known)
         self.placed[probe.request_id] = placed
@@ -311,7 +311,7 @@ class ProbeRunner:
             probe_rows.forget(scheduler)
         for placed in rows.values():
             # The request was left out of the step, so it is still where the probe belongs.
-            placed.parent.note_probe(-1)
+            placed.parent.probed_at = -1
             self._directives.probes.put_back((placed.decision_id, placed.parent, placed.flags, 0))
 
     def row_tokens(self) -> int:
@@ -400,7 +400,7 @@ class ProbeRunner:
         report."""
         for live in self.held:
             if not live.asked_in and any(probe.slot == live.slot for probe in record.probes):
-                live.mark_asked(record.step)
+                live.asked_in = record.step
                 record.urgent = True
 
     def new_stream(self) -> None:

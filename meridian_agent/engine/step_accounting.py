@@ -229,7 +229,7 @@ class StepAccounting:
             # Where vLLM has dropped the step's tokens, as after a failure to load KV, the end is still to be forced.
             # With pipeline parallelism other steps, which have the request, may be under way.
             if live.info.request_id in runner_output.req_id_to_index:
-                live.expect_nothing()
+                live.expected = {}
         self._tracker.looked_at(others)
         if self._tracker.loops.enabled and runner_output.req_ids:
             self._tracker.look_for_loops()

@@ -74,7 +74,7 @@ class TokenMasks:
             ):
                 forced[request_id] = tokens
             else:
-                live.expect_nothing()
+                live.expected = {}
         return self._merge(output, base, forced) if forced else base
 
     def may_force(self, live: LiveRequest) -> bool:
@@ -92,7 +92,7 @@ class TokenMasks:
             # A stop token in the closing text would end the request without an answer.
             text = ending[: len(ending) - len(markers.end_of(start))]
             forbidden = request_api.never_allows(live.ref, ending) or request_api.stops_at(live.ref, text)
-            live.note_allowed(ending, not forbidden)
+            live.checked, live.allowed = ending, not forbidden
         return live.allowed and not request_api.not_yet_allows(live.ref, ending, unknown)
 
     def _is_under_way(self, live: LiveRequest) -> bool:

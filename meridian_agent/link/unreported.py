@@ -86,7 +86,7 @@ class Unreported:
             return
         new = record.think_tokens()
         for live in self.live.values():
-            live.note_told(live.think_tokens - new[live.slot])
+            live.told_think_tokens = live.think_tokens - new[live.slot]
         self._said.clear()
         self.reported_session_id = self._awaited_session_id
 

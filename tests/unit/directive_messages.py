@@ -32,7 +32,7 @@ def plan(decision_id: int, **fields: Any) -> agent_pb2.DispatchPlan:
 def model_stops(engine: FakeEngine, name: str) -> None:
     """Let a request's model stop while it thinks, as far as directives hear of it."""
     live = engine.live[name]
-    live.mark_stopped(live.state.ends)
+    live.stopped_after = live.state.ends
     engine.directives.end_stopped(live)
 
 

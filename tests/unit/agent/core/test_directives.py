@@ -278,7 +278,7 @@ def test_a_freeze_drops_the_end_that_follows_a_stop(ended: bool) -> None:
     engine = FakeEngine()
     tr = engine.open("a")
     engine.run({"a": TEXT})
-    tr.mark_stopped(tr.state.ends)
+    tr.stopped_after = tr.state.ends
     if ended:
         engine.directives.end_stopped(tr)
     engine.directives.freeze()

@@ -249,7 +249,7 @@ def test_counted_as_a_whole_or_one_by_one(seed: int, drafts: int) -> None:
             for tracker in (whole, singly):
                 if chance < 0.08:
                     tracker.watch_limit(tracker.by_id[name])
-                tracker.by_id[name].note_probe(tracker.by_id[name].think_tokens)
+                tracker.by_id[name].probed_at = tracker.by_id[name].think_tokens
         elif names:
             if chance < 0.12:
                 rng.shuffle(names)

@@ -355,7 +355,7 @@ def test_a_probe_that_waits_has_no_place_in_the_newest_tokens(drafts: int) -> No
         assert not waits or since is None
         waiting, placed = waiting + waits, placed + (since is not None)
         if since is not None and rng.random() < 0.5:
-            live.note_probe(live.think_tokens)
+            live.probed_at = live.think_tokens
     assert min(waiting, placed) > 20
 
 

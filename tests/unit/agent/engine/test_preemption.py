@@ -167,7 +167,7 @@ def test_the_request_that_loses_least(
 
 def ending(engine: Engine) -> None:
     for name in "ab":
-        engine.tracker.by_id[name].begin_forced_end(Ending((2,), 1))
+        engine.tracker.by_id[name].ending = Ending((2,), 1)
 
 
 NOBODY: list[tuple[str, dict[str, Any], Any]] = [

@@ -48,13 +48,13 @@ def tracked(phase: Phase = Phase.THINK, **fields: Any) -> LiveRequest:
 
 def ending() -> LiveRequest:
     live = tracked()
-    live.begin_forced_end(Ending((2,), 1))
+    live.ending = Ending((2,), 1)
     return live
 
 
 def preempted() -> LiveRequest:
     live = tracked()
-    live.mark_preempted()
+    live.preempted = True
     return live
 
 

@@ -168,7 +168,7 @@ def test_an_end_that_a_logits_processor_forbids_is_given_up(caplog: pytest.LogCa
         engine.open("r", [START])
         live = engine.tracker.by_id["r"]
         setattr(live.ref.sampling_params, "thinking_token_budget", budget)  # noqa: B010
-        live.begin_forced_end(Ending((END,), 5))
+        live.ending = Ending((END,), 5)
         live.expect_forced_end(0, 1)
         report, _ = engine.step({"r": [TEXT]}, [1.0], set())
         outcomes = [(one.decision_id, one.outcome) for one in agent_pb2.StepReport.FromString(report).outcomes]
@@ -183,7 +183,7 @@ def test_an_end_is_still_to_be_forced_whose_tokens_vllm_has_dropped() -> None:
     for name in ("r", "other"):
         engine.open(name, [START])
     live = engine.tracker.by_id["r"]
-    live.begin_forced_end(Ending((END,), 5))
+    engine.tracker.by_id["r"].ending = Ending((END,), 5)
     engine.tracker.watch_limit(live)
     live.expect_forced_end(0, 1)
     engine.step({"r": [END], "other": [TEXT]}, [1.0, 1.0], set(), dropped="r")
@@ -199,7 +199,7 @@ def test_steps_of_other_requests_come_between_a_mask_and_its_token() -> None:
     for name in ("r", "other"):
         engine.open(name, [START])
     live = engine.tracker.by_id["r"]
-    live.begin_forced_end(Ending((TEXT, END), 5))
+    engine.tracker.by_id["r"].ending = Ending((TEXT, END), 5)
     engine.tracker.watch_limit(live)
     for at, token in enumerate((TEXT, END)):
         assert live.ending is not None

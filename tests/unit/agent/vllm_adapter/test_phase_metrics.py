@@ -148,7 +148,7 @@ def test_saved_tokens(engine: Engine, by_cap: bool, shadow: bool, saved: int) ->
     live = engine.open("r", [START])
     live.set_cap(Cap(1, 20, shadow))
     engine.tracker.feed(live, [TEXT] * 3, 0)
-    live.begin_forced_end(Ending((END,), 2, by_cap))
+    live.ending = Ending((END,), 2, by_cap)
     live.expect_forced_end(0, 1)
     Directives(engine.tracker).after_tokens(live, engine.tracker.feed(live, [END], 0))
     assert engine.numbers().saved_tokens == saved
