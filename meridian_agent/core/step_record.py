@@ -234,21 +234,8 @@ class StepRecord:
 
     def tell(self, step: TextStep) -> None:
         """Take over a step that brought each request of the run text and nothing else."""
-        (
-            self.step,
-            self.ended_s,
-            self.step_time_ms,
-            self.prefill_tokens,
-            self.state,
-            self.slots,
-            self.phases,
-            self.rows,
-            self.text,
-            self.sentences,
-            self.states,
-            self.told,
-            self.lengths,
-        ) = step
+        for name, value in zip(_TextFields._fields, step, strict=True):
+            setattr(self, name, value)
 
     def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
         """Add the row of one generated token."""
