@@ -266,12 +266,8 @@ class Session:
         engine without requests sends no reports."""
         self._parts.rest(now)
 
-    def close(self, now: datetime, followed: bool = False) -> None:
-        """End the session, because its stream has ended. followed: whether a newer one of the same process is open."""
-        at_once(self.closing(now, followed))
-
     def closing(self, now: datetime, followed: bool = False) -> Sliced[None]:
-        """Do what `close` does, in slices."""
+        """End the session, because its stream has ended. followed: whether a newer one of the same process is open."""
         if self._journal is not None:
             self._journal.now = now
         yield from self._ledger.close()

@@ -14,7 +14,6 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
 from meridian_control.common.errors import TooMany
-from meridian_control.common.slices import at_once
 from meridian_control.engine.part import having
 from meridian_control.engine.session import Session
 from meridian_control.engine.totals import Totals
@@ -164,16 +163,12 @@ class Fleet:
             if not connection.busy:
                 connection.session.rest(self.clock())
 
-    def receive(self, connection: Connection, message: agent_pb2.ConnectRequest) -> None:
+    def receiving(self, connection: Connection, message: agent_pb2.ConnectRequest) -> Sliced[None]:
         """Take in a message of an agent and queue the responses.
 
         Raises InvalidRequest for a message that breaks the contract, and MemoryExceeded for one that would take too
         much memory; recordings leave such a message out.
         """
-        at_once(self.receiving(connection, message))
-
-    def receiving(self, connection: Connection, message: agent_pb2.ConnectRequest) -> Sliced[None]:
-        """Do what `receive` does, in slices."""
         session, now = connection.session, self.clock()
         connection.busy = True
         try:

@@ -94,11 +94,6 @@ def engine_limits(session: Session) -> list[fleet_pb2.EngineLimitState]:
     return states
 
 
-def request_views(session: Session) -> list[fleet_pb2.LiveRequest]:
-    """Return the session's live requests as messages."""
-    return list(each_request_view(session))
-
-
 def each_request_view(session: Session) -> Iterator[fleet_pb2.LiveRequest]:
     """Yield the session's live requests as messages. Requests that end meanwhile are left out."""
     table = session.table

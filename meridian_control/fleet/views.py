@@ -13,20 +13,18 @@ from meridian_control.fleet.status_messages import (
     agent_state,
     each_request_view,
     request_view,
-    request_views,
     subject_among,
 )
 from meridian_control.fleet.turns import in_parts, in_turns
 from meridian_control.journal.request_ids import is_called
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from datetime import datetime
 
     from meridian.v1 import agent_pb2, fleet_pb2
 
     from meridian_control.engine.session import Session
-    from meridian_control.fleet.connection import Connection
     from meridian_control.fleet.connections import Connections
     from meridian_control.fleet.departed import Departed
     from meridian_control.policy.diff import Subject
@@ -50,20 +48,17 @@ class Views:
         self._engine_view = engine_view
 
     async def engines_in_turns(self) -> list[fleet_pb2.Engine]:
-        """Return all engines as `engines` does, and let the event loop do other work in between."""
-        connections = list(self._connections)
-        return self.engines({c: self._engine_view(c.session, True) async for c in in_turns(connections)})
-
-    def engines(self, views: Mapping[Connection, fleet_pb2.Engine] | None = None) -> list[fleet_pb2.Engine]:
-        """Return all engines, those that left included. views: messages of connections that need no new message."""
-        views = views or {}
+        """Return all engines, those that left included; let the event loop do other work in between."""
+        views = {c: self._engine_view(c.session, True) async for c in in_turns(list(self._connections))}
+        # Engines may have come and gone meanwhile.
         live = [views[c] if c in views else self._engine_view(c.session, True) for c in self._connections]
         ids = {e.engine_id for e in live}
         gone = [engine for engine in self._departed.views(self._clock()) if engine.engine_id not in ids]
         return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
 
     def agent_states(self) -> list[tuple[str, agent_pb2.AgentState.ValueType]]:
-        """Return the id and the agent's state of each engine, in the order of `engines`, without their messages."""
+        """Return the id and the agent's state of each engine, in the order of `engines_in_turns`, but make no
+        messages."""
         live = [(s.hello.engine_id, s.hello.incarnation, agent_state(s)) for s in self._connections.sessions]
         away = [e for e in self._departed.views(self._clock()) if not self._connections.of_engine(e.engine_id)]
         gone = [(e.engine_id, e.incarnation, e.agent_state) for e in away]
@@ -78,11 +73,6 @@ class Views:
                 keyed += [((request.engine_id, request.request_id), request) for request in views]
         keyed.sort(key=itemgetter(0))
         return [request for _, request in keyed]
-
-    def requests(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:
-        """Return the same as `requests_in_turns`, at once."""
-        live = [request for session in self._sessions(engine_id) for request in request_views(session)]
-        return sorted(live, key=lambda r: (r.engine_id, r.request_id))
 
     def requests_called(self, engine_id: str, request_id: str) -> list[fleet_pb2.LiveRequest]:
         """Return the live requests that have an id or have it as the client's part of theirs, of one engine or of all

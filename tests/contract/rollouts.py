@@ -18,6 +18,7 @@ from meridian_control.storage.database import Database
 from tests.contract.clients import OWN_CONNECTION, Clients
 from tests.fakes.agent import hello
 from tests.fakes.control import control_plane, kill, running
+from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -125,14 +126,14 @@ class Control:
         await until(lambda: self.seen_step(engine.engine_id) == engine.engine.step)
 
     def knows(self, engine_id: str, revision: int) -> bool:
-        return any((e.engine_id, e.acked_revision) == (engine_id, revision) for e in self.fleet.views.engines())
+        return any((e.engine_id, e.acked_revision) == (engine_id, revision) for e in engines_of(self.fleet))
 
     def active_seqs(self) -> dict[str, int]:
         """Return how many requests each engine may run at once."""
-        return {e.engine_id: e.engine_limits[0].in_force for e in self.fleet.views.engines()}
+        return {e.engine_id: e.engine_limits[0].in_force for e in engines_of(self.fleet)}
 
     def seen_step(self, engine_id: str) -> int:
-        return max((e.step for e in self.fleet.views.engines() if e.engine_id == engine_id), default=0)
+        return max((e.step for e in engines_of(self.fleet) if e.engine_id == engine_id), default=0)
 
 
 def starting(*steps: dict[str, Any], **fields: Any) -> rollout_pb2.StartRolloutRequest:

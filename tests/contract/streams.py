@@ -15,6 +15,7 @@ from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.storage.database import Database
 from tests.fakes.control import control_plane, kill, running, utc_now
+from tests.fakes.fleets import engines_of, requests_of
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -58,11 +59,11 @@ class Control:
         return any(c.session.hello.engine_id == engine_id for c in self.fleet.connections)
 
     def engine(self, engine_id: str = "engine") -> Any:
-        (found,) = [e for e in self.fleet.views.engines() if e.engine_id == engine_id]
+        (found,) = [e for e in engines_of(self.fleet) if e.engine_id == engine_id]
         return found
 
     def names(self) -> list[str]:
-        return [r.request_id for r in self.fleet.views.requests("")]
+        return [r.request_id for r in requests_of(self.fleet)]
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import MeridianError, NotFound, PolicyError
 from meridian_control.common.opened_request import MAX_SLOTS
+from meridian_control.common.slices import at_once
 from meridian_control.engine.decision_ledger import MAX_OPEN_DECISIONS
 from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.fleet.fleet import Fleet
@@ -23,6 +24,7 @@ from meridian_control.fleet.thinking_ends import end_here
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from tests.fakes.agent import FakeAgent, Script, hello
+from tests.fakes.fleets import engines_of, requests_of
 from tests.fuzz.hostile import Hostile
 from tests.sim.clock import Timeline, stored
 from tests.sim.policies import NO_LIMITS, draw
@@ -142,7 +144,7 @@ class World:
                 if record.up.HasField("hello"):
                     self.streams[record.session_id] = self.fleet.join(record.up.hello)
                 return
-            self.fleet.receive(connection, record.up)
+            at_once(self.fleet.receiving(connection, record.up))
         except MeridianError as error:
             self._expect(error)
             if connection is not None:
@@ -177,7 +179,7 @@ class World:
             assert len(session.open_decisions) <= MAX_OPEN_DECISIONS
             assert all(info is None or info.held_bytes <= MAX_OPENED_BYTES for info in session.table.info)
         fleet_pb2.WatchFleetResponse(
-            engines=self.fleet.views.engines(), requests=self.fleet.views.requests("")
+            engines=engines_of(self.fleet), requests=requests_of(self.fleet)
         ).SerializeToString()
         self.fleet.totals()
 
@@ -196,4 +198,4 @@ class World:
             if not (heard := agent.heard()):
                 return
             for message in heard:
-                self.fleet.receive(connection, message)
+                at_once(self.fleet.receiving(connection, message))

@@ -15,6 +15,7 @@ from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.link.record_queue import RecordQueue
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import MeridianError
+from meridian_control.common.slices import at_once
 from meridian_control.fleet.fleet import Fleet
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ class Server:
                 assert message.HasField("hello"), "a stream begins with hello"
                 stream.connection = fleet.join(message.hello)
             else:
-                fleet.receive(stream.connection, message)
+                at_once(fleet.receiving(stream.connection, message))
                 self._network.invariants.knows(stream.connection.session)
         except MeridianError as error:
             raise AssertionError(f"the control plane refuses what an agent says: {error}") from error

@@ -11,6 +11,7 @@ from datetime import UTC
 from typing import TYPE_CHECKING
 
 from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.common.slices import at_once
 from meridian_control.engine.session import Session
 from meridian_control.fleet.trace_records import given_freezes
 from meridian_control.policy import formats as forms
@@ -67,7 +68,7 @@ class Replayed:
         """
         assert cut_off or not self._expected, "a replay says more than what was recorded"
         left = len(self.session.open_decisions)
-        self.session.close(self._now)
+        at_once(self.session.closing(self._now))
         self.invariants.left(self.session)
         return left
 

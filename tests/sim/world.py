@@ -34,6 +34,7 @@ from meridian_control.fleet import connection as connection_module
 from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.thinking_ends import end_here
 from meridian_control.fleet.trace_records import part_record
+from tests.fakes.fleets import requests_of
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Script, Shape, mix, share_tokenizer, words
 from tests.sim.faults import FAULTS
@@ -258,7 +259,7 @@ class World:
     def end_thinking(self, rng: random.Random) -> None:
         """Let an operator end the thinking of some live request, sometimes in two calls one after the other."""
         fleet = self.server.fleet
-        if fleet is None or self.timeline.now_s < self.server.hung_until_s or not (live := fleet.views.requests("")):
+        if fleet is None or self.timeline.now_s < self.server.hung_until_s or not (live := requests_of(fleet)):
             return
         chosen = rng.choice(live)
         calls = [end_here(fleet, chosen.engine_id, chosen.request_id, "")[1] for _ in range(rng.choice((1, 1, 2)))]

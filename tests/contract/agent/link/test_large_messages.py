@@ -13,6 +13,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.request_info import MAX_ID
 from meridian_agent.link.message_sizes import PART_BYTES, REPORT_BYTES, WHOLE_BYTES
 from tests.contract.streams import Control, Scripted, serving
+from tests.fakes.fleets import requests_of
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ async def test_a_report_after_a_large_step_has_all_its_parts(control: Control, e
     engine.step()
     counted = {name: live.think_tokens for name, live in engine.engine.live.items()}
     await until(lambda: known(control) == len(counted))
-    await until(lambda: {r.request_id: r.think_tokens for r in control.fleet.views.requests("engine")} == counted)
+    await until(lambda: {r.request_id: r.think_tokens for r in requests_of(control.fleet, "engine")} == counted)
     assert control.engine().running == 4001
 
 

@@ -22,6 +22,7 @@ from meridian_control.policy.store import StoredRevision
 from tests.contract.streams import Control, Scripted, bad_slot, call_to, failure, to_the_end
 from tests.fakes.agent import hello
 from tests.fakes.control import utc_now
+from tests.fakes.fleets import engines_of, requests_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 
@@ -40,7 +41,7 @@ async def test_from_connect_to_the_last_outcome(control: Control) -> None:
         await engine.steps_until(lambda: control.engine().ends == {"hard_cap": 1})
         shown = control.engine()
         assert (shown.acked_revision, shown.vllm_version, shown.running) == (1, "", 2)
-        counts = {r.request_id: (r.think_tokens, r.output_tokens) for r in control.fleet.views.requests("engine")}
+        counts = {r.request_id: (r.think_tokens, r.output_tokens) for r in requests_of(control.fleet, "engine")}
         assert counts["after"][0] == 9
         for name in list(engine.engine.live):
             engine.engine.finish(name)
@@ -155,8 +156,8 @@ async def test_two_engines_at_once(control: Control) -> None:
         await one.steps_until(lambda: one.caps() == [(0, 600)])
         await two.steps_until(lambda: two.caps() == [(0, 3), (1, 600)])
         assert control.names() == ["a", "b", "c"]
-        assert [r.request_id for r in control.fleet.views.requests("two")] == ["b", "c"]
-        assert [e.engine_id for e in control.fleet.views.engines()] == ["one", "two"]
+        assert [r.request_id for r in requests_of(control.fleet, "two")] == ["b", "c"]
+        assert [e.engine_id for e in engines_of(control.fleet)] == ["one", "two"]
         await control.set_policy(policy())
         await one.steps_until(lambda: control.engine("one").acked_revision == 2)
         assert control.engine("two").acked_revision == 1, "engine two makes no step"
@@ -173,11 +174,11 @@ async def test_a_second_stream_of_one_engine_takes_the_first_ones_place(control:
         await first.read()
         await second.write(hello)
         await second.read()
-        assert [e.engine_id for e in control.fleet.views.engines()] == ["e"]
+        assert [e.engine_id for e in engines_of(control.fleet)] == ["e"]
         while await first.read() is not grpc.aio.EOF:
             pass
         await until(lambda: control.fleet.stream_ends == {"replaced": 1})
-        assert [e.state for e in control.fleet.views.engines()] == [fleet_pb2.CONNECTION_STATE_CONNECTED]
+        assert [e.state for e in engines_of(control.fleet)] == [fleet_pb2.CONNECTION_STATE_CONNECTED]
         second.cancel()
 
 

@@ -19,6 +19,7 @@ from meridian_agent.link.messages import decisions_in
 from meridian_agent.link.outbox import RING_RECORDS
 from tests.contract.streams import Clock, Control, Scripted, controlling
 from tests.fakes.control import utc_now
+from tests.fakes.fleets import engines_of, requests_of
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
         await engine.steps_until(lambda: engine.caps() == [(0, 600)] * 2)
         assert (engine.streams, control.names()) == (2, ["a"])
         (tr,) = engine.engine.live.values()
-        await until(lambda: control.fleet.views.requests("")[0].think_tokens == tr.state.think_tokens)
+        await until(lambda: requests_of(control.fleet)[0].think_tokens == tr.state.think_tokens)
         engine.engine.finish("a")
         await engine.steps_until(lambda: not control.engine().open_decisions)
         assert "agent_off" not in control.engine().outcomes
@@ -247,6 +248,6 @@ async def test_going_away(control: Control, tmp_path: Path) -> None:
             await engine.steps_until(lambda: other.names() == ["a"])
             assert control.fleet.stream_ends in ({"going_away": 1}, {"disconnected": 1})
             assert not control.fleet.connections
-            (gone,) = control.fleet.views.engines()
+            (gone,) = engines_of(control.fleet)
             assert gone.open_decisions == 0
             assert sum(gone.decisions.values()) == sum(gone.outcomes.values())

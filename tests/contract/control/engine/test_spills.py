@@ -15,6 +15,7 @@ from meridian_control.capabilities.control_group.stream import ControlGroup
 from tests.contract.control.fleet.test_harm_guard import savings
 from tests.contract.ctl import ctl
 from tests.fakes.engine import END, START, TEXT
+from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
@@ -64,7 +65,7 @@ async def test_forced_ends_that_spill_are_seen_from_the_report_to_the_alert(cont
     stored = await control.set_policy(RULES)
     engine = MeasuredEngine([control.target])
     with engine:
-        await engine.steps_until(lambda: [e.acked_revision for e in control.fleet.views.engines()] == [stored.revision])
+        await engine.steps_until(lambda: [e.acked_revision for e in engines_of(control.fleet)] == [stored.revision])
         for name in NAMES:
             engine.open(name)
         await engine.steps_until(lambda: not any(map(engine.engine.thinking, TREATED)))

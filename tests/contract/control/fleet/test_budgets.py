@@ -17,6 +17,7 @@ from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNS
 from meridian_control.policy import formats
 from tests.contract.control.fleet.test_record import Recorder, check_replay
 from tests.contract.ctl import ctl
+from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.replicated import Client, Replicated, client, until_answer
@@ -57,7 +58,7 @@ async def stepped(control: Control, engine: LinkedEngine, steps: int) -> None:
     for _ in range(steps):
         engine.step()
     wanted = engine.engine.step
-    await until(lambda: any(shown.step == wanted for shown in control.fleet.views.engines()))
+    await until(lambda: any(shown.step == wanted for shown in engines_of(control.fleet)))
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, ctl, run
 from tests.contract.ctl import Control as FakeControl
 from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.contract.streams import refusal
+from tests.fakes.fleets import requests_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.replicated import Replicated, client, until_answer
@@ -60,9 +61,7 @@ async def thinking(linked: LinkedEngine, control: Control, *names: str) -> None:
     """Open requests, and wait until the control plane knows that they think, and the engine has applied the policy."""
     for name in names:
         linked.open(name)
-    await linked.steps_until(
-        lambda: sum(live.think_tokens > 0 for live in control.fleet.views.requests("")) == len(names)
-    )
+    await linked.steps_until(lambda: sum(live.think_tokens > 0 for live in requests_of(control.fleet)) == len(names))
     await linked.steps_until(lambda: control.engine(linked.engine_id).acked_revision == control.fleet.revision)
 
 
@@ -181,7 +180,7 @@ async def test_operators_may_and_the_audit_log_says_who_did_what(secured: Secure
     asked = fleet_pb2.EndThinkingRequest(request_id="mine", reason="a customer waits", wait_ms=MAX_WAIT_MS)
     with LinkedEngine([secured.target], "agent", credentials=secured.agent("agent")) as linked:
         linked.open(ID)
-        await linked.steps_until(lambda: any(live.think_tokens for live in secured.fleet.views.requests("")))
+        await linked.steps_until(lambda: any(live.think_tokens for live in requests_of(secured.fleet)))
         for who in ("viewer", "agent", "nobody"):
             async with secured.calling(who) as caller:
                 code, _ = await refusal(caller.fleet.EndThinking(asked))

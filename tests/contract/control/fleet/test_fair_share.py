@@ -13,6 +13,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from tests.contract.clients import Clients
 from tests.contract.raw_engine import RawEngine
 from tests.fakes.control import utc_now
+from tests.fakes.fleets import requests_of
 from tests.fakes.linked import until
 from tests.fakes.tables import policy
 
@@ -85,7 +86,7 @@ async def test_a_snapshot_leaves_the_loop_to_the_others(control: Control, stream
     # An agent that reads no parts, or does not care, sends one message.
     taken_in = asyncio.create_task(streams.takes_in(MOST))
     assert await answered_until(streams.other, taken_in.done) >= 10 * ANSWERED
-    assert len(control.fleet.views.requests("large")) == MOST
+    assert len(requests_of(control.fleet, "large")) == MOST
 
 
 async def test_the_streams_of_one_caller_share_its_turns(streams: Streams) -> None:

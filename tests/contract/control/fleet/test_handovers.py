@@ -12,6 +12,7 @@ from meridian_control.capabilities.handover.stream import EngineHandovers
 from tests.contract.clients import calling
 from tests.contract.control.fleet.test_record import replayed
 from tests.contract.raw_engine import RawEngine
+from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
 from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, hello
 
@@ -40,7 +41,7 @@ async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Co
         fleet = clients.fleet
         a = await RawEngine(clients.channel, hello("a")).connect()
         b = await RawEngine(clients.channel, hello("b", ANSWERING)).connect()
-        await until(lambda: [e.acked_revision for e in control.fleet.views.engines()] == [stored.revision] * 2)
+        await until(lambda: [e.acked_revision for e in engines_of(control.fleet)] == [stored.revision] * 2)
         await until(lambda: all(c.session.gauges is not None for c in control.fleet.connections))
         control.fleet.part(FleetHandovers).share()
         thinks = opened("on-a", agent_pb2.PHASE_THINK, hand_over_candidate=True)

@@ -22,6 +22,7 @@ from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, State
 from tests.contract.clients import calling
 from tests.fakes.control import utc_now
+from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine
 from tests.fakes.tables import policy
 
@@ -55,7 +56,7 @@ def judge(experiment: Experiment, harmful: int, of: int, kind: Kind = ENTROPY) -
 
 
 def has(control: Control, revision: int) -> bool:
-    return [engine.acked_revision for engine in control.fleet.views.engines()] == [revision]
+    return [engine.acked_revision for engine in engines_of(control.fleet)] == [revision]
 
 
 async def savings(control: Control) -> fleet_pb2.GetSavingsResponse:

@@ -11,6 +11,7 @@ import pytest
 from meridian_control.fleet.departed import FORGET_AFTER_S
 from tests.contract.ctl import FAILED, OK, ctl
 from tests.contract.raw_engine import RawEngine
+from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def lost(control: Control) -> list[str]:
-    return [engine.engine_id for engine in control.fleet.views.engines() if engine.lost]
+    return [engine.engine_id for engine in engines_of(control.fleet) if engine.lost]
 
 
 async def test_engines_that_are_lost_while_it_is_away_are_named(control: Control) -> None:

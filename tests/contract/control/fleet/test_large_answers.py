@@ -9,6 +9,7 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.common.paging import fitting
+from meridian_control.common.slices import at_once
 from meridian_control.fleet import whole_fleet
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import OPTIONS, Peer
@@ -43,7 +44,7 @@ def names(control: Control) -> list[str]:
         for slot in range(REQUESTS)
     ]
     snapshot = agent_pb2.Snapshot(step=1, requests=requests)
-    control.fleet.receive(connection, agent_pb2.ConnectRequest(snapshot=snapshot))
+    at_once(control.fleet.receiving(connection, agent_pb2.ConnectRequest(snapshot=snapshot)))
     return [request.request_id for request in requests]
 
 

@@ -26,6 +26,7 @@ from tests.contract.ctl import FakeFleet, run
 from tests.contract.streams import Control, bad_slot, call_to, failure, to_the_end
 from tests.fakes import traces
 from tests.fakes.agent import FakeAgent, Script, hello
+from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.processes import MERIDIANCTL
@@ -124,7 +125,7 @@ async def test_a_recorded_session_replays_exactly(control: Control) -> None:
     agent = FakeAgent()
     async with Recorder(control) as recorder:
         playing = asyncio.create_task(stream_of(control.target, agent, 120))
-        await until(lambda: any(engine.step > 40 for engine in control.fleet.views.engines()))
+        await until(lambda: any(engine.step > 40 for engine in engines_of(control.fleet)))
         await control.set_policy(policy(scheduler={"max_think_tokens": 5, "min_think_tokens": 0}))
         await playing
         records = await recorder.finished()

@@ -31,6 +31,7 @@ from tests.contract.control.journal.test_why import one_life
 from tests.contract.streams import Control, call_to, controlling
 from tests.fakes.agent import hello
 from tests.fakes.control import utc_now
+from tests.fakes.fleets import requests_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.needed import CHROMIUM
@@ -596,7 +597,7 @@ async def test_a_load_is_followed_from_a_tenant_to_a_request(browser: Browser, t
         with LinkedEngine([control.target]) as linked:
             for number, tenant in enumerate(("acme", "acme", "globex")):
                 linked.open(f"{tenant}-{number}", tenant=tenant)
-            await linked.steps_until(lambda: sum(r.think_tokens for r in control.fleet.views.requests("")) >= 300)
+            await linked.steps_until(lambda: sum(r.think_tokens for r in requests_of(control.fleet)) >= 300)
             await control.fleet.part(BudgetSharing).tick()
             await page.goto(f"{address}/#overview")
             await page.locator("#tiles div", has_text="Thinking now").locator("dd.think", has_text="3").wait_for()

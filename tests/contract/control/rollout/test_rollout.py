@@ -36,6 +36,7 @@ from tests.contract.rollouts import (
 )
 from tests.contract.streams import refusal
 from tests.fakes.control import utc_now
+from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ async def test_two_replicas(postgres_address: str) -> None:
         with Engine(one, "a", "main") as a, Engine(two, "b", "canary") as b, Engine(two, "c", "main") as c:
             # In a real fleet another module lists the engines of all replicas.
             async def engines() -> list[fleet_pb2.Engine]:
-                return [*one.fleet.views.engines(), *two.fleet.views.engines()]
+                return [*engines_of(one.fleet), *engines_of(two.fleet)]
 
             one.rollouts._engines = two.rollouts._engines = engines
             for engine in (a, b, c):
@@ -236,7 +237,7 @@ async def test_the_leader_asks_for_engines_only_during_a_rollout(control: Contro
         await a.has(2)
         assert (await control.ticks(5)).step == 1
         assert asked == 5
-        told = control.fleet.views.engines()
+        told = engines_of(control.fleet)
         assert (await control.ticks(1)).step == 1
         assert (await control.ticks(2)).step == 2
 

@@ -11,6 +11,7 @@ from meridian.v1 import rollout_pb2
 from meridian_control.common.errors import StoreUnavailable
 from tests.contract.rollouts import ALL, CANARY, HALTED, ROLLED_BACK, RUNNING, Control, Engine
 from tests.fakes.engine import END, START, TEXT
+from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
 
 
@@ -115,7 +116,7 @@ async def test_a_refusal_halts(control: Control) -> None:
         a.refusal = "no such parser"
         await control.begin(CANARY, ALL, on_violation="halt")
         await until(lambda: [s.revision for s in a.settings] == [1, 2])
-        await until(lambda: [e.nack_error for e in control.fleet.views.engines()] == ["no such parser", ""])
+        await until(lambda: [e.nack_error for e in engines_of(control.fleet)] == ["no such parser", ""])
         await control.ticks(1)
         halted = await control.ticks(10)
         assert (halted.state, halted.step, halted.violation.guardrail) == (HALTED, 1, "nacks")

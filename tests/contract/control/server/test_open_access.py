@@ -34,6 +34,7 @@ from tests.contract.clients import OWN_CONNECTION, Clients, calling
 from tests.contract.raw_engine import RawEngine
 from tests.contract.secured import DENIED, METHODS, code_of
 from tests.fakes.control import asking, control_plane, utc_now
+from tests.fakes.fleets import requests_of
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ async def test_a_replica_on_another_host_refuses_to_end_thinking_and_the_caller_
         request = fleet_pb2.EndThinkingRequest(request_id="a")
         with LinkedEngine([f"{HERE}:{running.port}"]) as linked:
             linked.open("a")
-            await linked.steps_until(lambda: running.fleet.views.requests(""))
+            await linked.steps_until(lambda: requests_of(running.fleet))
             with pytest.raises(PermissionDenied) as refused:
                 await end_thinking(whole, request)
         why = "replica alone, which the call needs, refuses calls of this replica: FleetService/EndThinking is for "

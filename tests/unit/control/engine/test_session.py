@@ -15,7 +15,7 @@ from meridian_control.engine.session import ACK_INTERVAL_S
 from meridian_control.engine.think_ends import LONG_ANSWER, MIN_ANSWERS
 from meridian_control.engine.token_rows import FLAG_END, FLAG_MARKER
 from meridian_control.engine.totals import Totals
-from meridian_control.fleet.status_messages import request_views
+from meridian_control.fleet.status_messages import each_request_view
 from tests.fakes.agent import Script
 from tests.fakes.engine import START, TEXT
 from tests.fakes.parts import engine_view
@@ -455,7 +455,7 @@ def test_what_is_shown() -> None:
     assert engine.decisions == made.session.totals.decisions
     assert engine.open_decisions == len(made.session.open_decisions)
     assert engine.connect_time.ToDatetime(UTC) == NOW
-    a, b = request_views(made.session)
+    a, b = each_request_view(made.session)
     assert (a.request_id, a.phase, a.think_tokens, a.output_tokens) == ("a", agent_pb2.PHASE_OUTPUT, 2, 2)
     assert (a.entropy_nats, a.end_rank, a.rank, a.max_think_tokens) == (0.25, 1, 0, 900)
     assert (a.tenant, a.slo_class, a.preempted, b.preempted) == ("tenant", "slo", False, True)

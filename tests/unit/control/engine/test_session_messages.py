@@ -21,7 +21,7 @@ from meridian_control.engine.request_table import THINK
 from meridian_control.engine.session import Session
 from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.engine.token_rows import MAX_ROWS_PER_SLOT
-from meridian_control.fleet.status_messages import request_views
+from meridian_control.fleet.status_messages import each_request_view
 from tests.fakes.agent import hello
 from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy, tokens
@@ -43,8 +43,7 @@ def test_a_snapshot_replaces_the_table() -> None:
     made.agent.say(snapshot=made.agent.snapshot())
     (response,) = made.pump()
     assert [(c.slot, c.max_think_tokens) for c in response.directives.caps] == [(0, 900)]
-    assert [r.request_id for r in request_views(made.session)] == ["a"]
-    assert request_views(made.session)[0].think_tokens == 3
+    assert [(r.request_id, r.think_tokens) for r in each_request_view(made.session)] == [("a", 3)]
     assert response.directives.step == made.agent.engine.step
     made.step()
     assert made.balanced()
@@ -82,11 +81,11 @@ def test_what_was_decided_for_another_request_is_not_shown() -> None:
     made.step()
     said = snapshot({"slot": 0, "request_id": "b"}, step=9)
     (response,) = made.session.on_message(said, NOW)
-    (view,) = request_views(made.session)
+    (view,) = each_request_view(made.session)
     assert (view.request_id, view.last_decision.decision_id) == ("b", response.directives.caps[0].decision_id)
     faulted = Session("s", hello(fault="x"), NOW, parts=STREAM_PARTS)
     faulted.on_message(said, NOW)
-    assert not request_views(faulted)[0].HasField("last_decision")
+    assert [r.HasField("last_decision") for r in each_request_view(faulted)] == [False]
 
 
 def test_a_slot_that_is_used_again_shows_no_old_decision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +99,7 @@ def test_a_slot_that_is_used_again_shows_no_old_decision(monkeypatch: pytest.Mon
     made.step()
     made.open("b")
     made.step()
-    (view,) = request_views(made.session)
+    (view,) = each_request_view(made.session)
     assert (view.request_id, view.slot, view.HasField("last_decision")) == ("b", 0, False)
 
 
@@ -170,7 +169,7 @@ def test_what_is_not_known_is_no_error() -> None:
     assert made.session.totals.unknown_outcomes == 2
     assert not made.session.totals.outcomes
     made.session.on_message(step_report(preempted=[far, 7], resumed=[far], closed=[{"slot": far}, {"slot": 3}]), NOW)
-    assert request_views(made.session) == []
+    assert list(each_request_view(made.session)) == []
 
 
 def test_a_report_of_no_steps_has_no_gauges() -> None:

@@ -13,7 +13,8 @@ from meridian.v1 import fleet_pb2
 
 from meridian_agent.link.messages import mergeable
 from meridian_control.common.enum_names import outcome_name
-from meridian_control.fleet.status_messages import request_views
+from meridian_control.common.slices import at_once
+from meridian_control.fleet.status_messages import each_request_view
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, Stream, opens, play, stream
 
@@ -26,7 +27,7 @@ BUDGET_STAGES = fleet_pb2.BudgetStage.values()[1:]
 def test_close_settles_what_is_open() -> None:
     made = play(stream(), opens("a"), 1)
     opened = len(made.session.open_decisions)
-    made.session.close(made.now)
+    at_once(made.session.closing(made.now))
     counted = made.session.totals
     assert (made.session.open_decisions, counted.outcomes["agent_off"]) == ({}, opened)
     assert sum(counted.outcomes.values()) == sum(counted.decisions.values()) > 0
@@ -75,7 +76,8 @@ def busy(seed: int) -> Stream:
 @pytest.mark.parametrize("seed", range(4))
 def test_both_sides_count_alike_and_every_decision_has_one_outcome(seed: int) -> None:
     made = busy(seed)
-    seen = {r.request_id: (r.slot, int(r.phase), r.think_tokens, r.output_tokens) for r in request_views(made.session)}
+    live = each_request_view(made.session)
+    seen = {r.request_id: (r.slot, int(r.phase), r.think_tokens, r.output_tokens) for r in live}
     assert seen == {
         name: (tr.slot, int(tr.state.phase), tr.state.think_tokens, tr.state.output_tokens)
         for name, tr in made.agent.engine.live.items()
@@ -88,7 +90,7 @@ def test_both_sides_count_alike_and_every_decision_has_one_outcome(seed: int) ->
     counted = Counter(outcome_name(outcomes[0]) for outcomes in made.agent.engine.outcomes.values())
     assert made.session.totals.outcomes == counted
     assert all(len(outcomes) == 1 for outcomes in made.agent.engine.outcomes.values())
-    assert request_views(made.session) == []
+    assert list(each_request_view(made.session)) == []
     kinds = Counter(made.agent.checker.kinds.values())
     decided = Counter(kind.split("/")[0] for kind in made.session.totals.decisions.elements())
     assert kinds == decided
@@ -116,5 +118,5 @@ def test_merged_reports_lead_to_the_same_table(thinks: list[int], interval: int)
         made.merged(batch)
         totals = made.session.totals
         counted = totals.output_itl.counts.tolist(), totals.ttot.counts.tolist(), totals.ends, totals.answers
-        seen.append(([r.SerializeToString() for r in request_views(made.session)], counted))
+        seen.append(([r.SerializeToString() for r in each_request_view(made.session)], counted))
     assert seen[0] == seen[1]

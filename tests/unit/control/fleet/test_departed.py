@@ -11,9 +11,11 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import InvalidRequest
+from meridian_control.common.slices import at_once
 from meridian_control.fleet.departed import FORGET_AFTER_S, MAX_BYTES, MAX_ENGINES, Departed
 from meridian_control.fleet.fleet import Fleet
 from tests.fakes.agent import hello
+from tests.fakes.fleets import engines_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -64,9 +66,9 @@ async def test_the_late_end_of_a_stream_leaves_its_successors_handovers_alone() 
     fleet, told = Fleet(lambda: NOW, capabilities=CAPABILITIES), agent_pb2.ConnectRequest()
     told.snapshot.requests.add(slot=0, request_id="r", handed_over_ref="e-1", phase=agent_pb2.PHASE_OUTPUT)
     older = fleet.join(hello("a"))
-    fleet.receive(older, told)
+    at_once(fleet.receiving(older, told))
     newer = fleet.join(hello("a"))
-    fleet.receive(newer, told)
+    at_once(fleet.receiving(newer, told))
     fleet.leave(older, "disconnected")
     assert [one.state for one in fleet.part(FleetHandovers).results.continued()] == [fleet_pb2.CONTINUED_STATE_LIVE]
     fleet.leave(newer, "disconnected")
@@ -81,7 +83,7 @@ def test_a_fleet_keeps_no_more_of_engines_that_nobody_ever_saw_again() -> None:
         return fleet
 
     fleet = asyncio.run(flood())
-    assert len(fleet.departed) == len(fleet.shadows) == len(fleet.views.engines()) == MAX_ENGINES
+    assert len(fleet.departed) == len(fleet.shadows) == len(engines_of(fleet)) == MAX_ENGINES
 
 
 @pytest.mark.parametrize("said", ["x" * 513, "two\nlines", "\x00"])

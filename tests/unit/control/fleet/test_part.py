@@ -13,6 +13,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities import listed
 from meridian_control.common.errors import NotFound
+from meridian_control.common.slices import at_once
 from meridian_control.engine.part import Capability, Part
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.part import FleetPart, keep_ticking
@@ -23,6 +24,7 @@ from meridian_control.policy.store import StoredRevision
 from meridian_control.server.fleet_service import FleetService
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.fakes.control import utc_now
+from tests.fakes.fleets import engines_of
 from tests.unit.control.capabilities.handover.engines import hello
 
 if TYPE_CHECKING:
@@ -144,7 +146,7 @@ async def test_an_error_of_a_part_takes_no_other_part_down(caplog: pytest.LogCap
     fleet.freezes.renew(())
     fleet.leave(connection, "agent_closed")
     assert not fleet.connections.counted
-    assert [gone.engine_id for gone in fleet.views.engines()] == ["one"]
+    assert [gone.engine_id for gone in engines_of(fleet)] == ["one"]
     assert {*asked} >= {*FAILING} - {"forgot"}
     assert {record.getMessage() for record in caplog.records} >= {f"Bad: {name}" for name in {*FAILING} - {"forgot"}}
 
@@ -161,7 +163,7 @@ async def test_a_stream_that_ends_leaves_no_garbage() -> None:
         agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=opened[:2])),
         agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, steps=1, opened=opened[2:])),
     ):
-        fleet.receive(connection, message)
+        at_once(fleet.receiving(connection, message))
     assert connection.session.policy is not None
     held: list[object] = [connection.session.table, *connection.session._parts.all]
     left = weakref.WeakSet(held)

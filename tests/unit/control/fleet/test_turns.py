@@ -16,6 +16,7 @@ from meridian_control.fleet.turns import ENGINES_AT_ONCE
 from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.fakes.control import utc_now
+from tests.fakes.fleets import engines_of
 from tests.unit.control.capabilities.handover.engines import hello
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ async def test_engines_that_come_and_go_meanwhile() -> None:
         fleet.leave(connection, "disconnected")
     fleet.join(hello("engine-new", {}))
     fleet.join(connections[1].session.hello)
-    assert await listing == fleet.views.engines()
+    assert await listing == engines_of(fleet)
 
 
 async def test_tokens_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,4 +91,4 @@ async def test_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = counting(monkeypatch, module, "engine_view")
     assert await most_at_once(collector._read(), taken) <= ENGINES_AT_ONCE
     assert (len(taken), len(sums), len(messages)) == (ENGINES, 1, 0)
-    assert fleet.views.agent_states() == [(engine.engine_id, engine.agent_state) for engine in fleet.views.engines()]
+    assert fleet.views.agent_states() == [(engine.engine_id, engine.agent_state) for engine in engines_of(fleet)]

@@ -15,8 +15,9 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest, NotFound
+from meridian_control.common.slices import at_once
 from meridian_control.engine.session import Session
-from meridian_control.fleet.status_messages import request_views
+from meridian_control.fleet.status_messages import each_request_view
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import LIFE_EVENTS, DecisionLog
 from meridian_control.journal.messages import explain_request, list_decisions, newest_life, page_of
@@ -29,7 +30,7 @@ from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, each_token_ends_
 
 def life(made: Stream, request_id: str = "a", engine_id: str = "") -> fleet_pb2.RequestLife:
     request = fleet_pb2.ExplainRequestRequest(request_id=request_id, engine_id=engine_id)
-    return explain_request(made.log, request_views(made.session), request).life
+    return explain_request(made.log, list(each_request_view(made.session)), request).life
 
 
 def kinds(told: fleet_pb2.RequestLife) -> list[str]:
@@ -205,7 +206,7 @@ def test_a_life_goes_on_over_a_broken_stream() -> None:
     made.open("a", answer=2)
     made.open("gone", answer=2)
     made.step(3)
-    made.session.close(made.now)
+    at_once(made.session.closing(made.now))
     assert [d.outcome for d in decisions(made, kind="cap", request_id="a")] == [agent_pb2.OUTCOME_AGENT_OFF]
     told = life(made)
     assert kinds(told)[-1] == "stream_lost"
@@ -228,7 +229,7 @@ def test_a_request_that_was_under_way_is_said_to_be() -> None:
     again = reconnected(made)
     assert life(again).joined_late
     assert life(again).think_tokens == 3
-    made.session.close(made.now)
+    at_once(made.session.closing(made.now))
     assert kinds(life(again))[-1] != "stream_lost", "the end of the older stream is no event of the request"
 
 
@@ -289,14 +290,14 @@ def test_a_life_that_two_replicas_tell_of_is_one() -> None:
     made = stream(policy(scheduler=EARLY))
     made.open("a", answer=2)
     made.step(3)
-    made.session.close(made.now)
+    at_once(made.session.closing(made.now))
     request = fleet_pb2.ExplainRequestRequest(request_id="a")
     before = explain_request(made.log, (), request)
     made.log = DecisionLog()
     made.now += timedelta(seconds=1)
     again = reconnected(made)
     again.step(3)
-    after = explain_request(made.log, request_views(again.session), request)
+    after = explain_request(made.log, list(each_request_view(again.session)), request)
     told = newest_life([after, before])
     assert kinds(told.life) == ["opened", "cap hard_cap", "stream_lost", "opened", "cap hard_cap"]
     assert not told.life.joined_late
