@@ -8,7 +8,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.common import paging
 from meridian_control.common.errors import NotFound
-from meridian_control.fleet.peers import CALL_TIMEOUT_S
+from meridian_control.fleet.peers import CALL_TIMEOUT_S, local
 from meridian_control.journal.messages import (
     MAX_SIBLINGS,
     MAX_TOKEN,
@@ -24,7 +24,6 @@ from meridian_control.journal.messages import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from meridian_control.fleet.peers import Peer
     from meridian_control.fleet.whole_fleet import WholeFleet
 
 
@@ -39,17 +38,9 @@ async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -
         answers.append(explain_request(whole.fleet.decisions, live, request))
     except NotFound as error:
         unknown = error
-    asked = fleet_pb2.ExplainRequestRequest()
-    asked.CopyFrom(request)
-    asked.local_only = True
-
-    async def ask(peer: Peer) -> fleet_pb2.ExplainRequestResponse:
-        return await peer.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
-
     unreachable: list[str] = []
-    if whole.peers is not None and not request.local_only:
-        others, unreachable = await whole.peers.ask_who_knows(ask)
-        answers += others
+    if not request.local_only:
+        unreachable = await _ask_others(whole, local(request), answers)
     if not answers:
         assert unknown is not None
         raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}") if unreachable else unknown
@@ -93,17 +84,25 @@ async def _related(
     whole: WholeFleet, local_only: bool, refs: list[str]
 ) -> tuple[list[fleet_pb2.RequestLife], list[str]]:
     """Return the lives that the handovers concern, oldest first, and the ids of the replicas that did not answer."""
-
-    async def ask(peer: Peer) -> fleet_pb2.ExplainRequestResponse:
-        asked = fleet_pb2.ExplainRequestRequest(handed_over_refs=refs, local_only=True)
-        return await peer.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
-
     answers, silent = [related_lives(whole.fleet.decisions, refs)], list[str]()
-    if whole.peers is not None and not local_only:
-        others, silent = await whole.peers.ask_who_knows(ask)
-        answers += others
+    if not local_only:
+        asked = fleet_pb2.ExplainRequestRequest(handed_over_refs=refs, local_only=True)
+        silent = await _ask_others(whole, asked, answers)
     lives = _merged(life for answer in answers for life in answer.related)
     return sorted(lives, key=lambda life: life.open_time.ToNanoseconds()), silent
+
+
+async def _ask_others(
+    whole: WholeFleet, asked: fleet_pb2.ExplainRequestRequest, answers: list[fleet_pb2.ExplainRequestResponse]
+) -> list[str]:
+    """Add the answers of the other replicas, and return the ids of those that did not answer."""
+    if whole.peers is None:
+        return []
+    others, silent = await whole.peers.ask_who_knows(
+        lambda peer: peer.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
+    )
+    answers += others
+    return silent
 
 
 async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
@@ -112,14 +111,8 @@ async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) 
     here = list_decisions(whole.fleet.decisions, request)
     if whole.peers is None or request.local_only:
         return here
-    asked = fleet_pb2.ListDecisionsRequest()
-    asked.CopyFrom(request)
-    asked.local_only = True
-
-    async def ask(peer: Peer) -> fleet_pb2.ListDecisionsResponse:
-        return await peer.fleet.ListDecisions(asked, timeout=CALL_TIMEOUT_S)
-
-    answers, unreachable = await whole.peers.ask(ask)
+    asked = local(request)
+    answers, unreachable = await whole.peers.ask(lambda peer: peer.fleet.ListDecisions(asked, timeout=CALL_TIMEOUT_S))
     answer = page_of((d for part in (here, *answers.values()) for d in part.decisions), limit)
     answer.unreachable_replicas.extend(unreachable)
     return answer

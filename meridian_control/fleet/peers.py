@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
-from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 
 from meridian_control.common import tls_look
 from meridian_control.common.channels import NO_PROXY
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+Asked = TypeVar(
+    "Asked", fleet_pb2.ExplainRequestRequest, fleet_pb2.ListDecisionsRequest, policy_pb2.ExplainPolicyRequest
+)
 
 CALL_TIMEOUT_S = 2.0
 # Share of CALL_TIMEOUT_S for which a replica is waited for that has not answered the question before.
@@ -273,6 +276,28 @@ async def _answered(peer: Peer, call: Callable[[Peer], Awaitable[Answer]]) -> An
         why = f"its answer cannot be used: {type(error).__name__}: {error}"
         raise ReplicaUnavailable([peer.replica.replica_id], why) from error
     raise ReplicaUnavailable([peer.replica.replica_id], "the connection to it was closed") from None
+
+
+def local(request: Asked) -> Asked:
+    """Return the request as another replica is asked it, for what that replica has itself."""
+    asked = type(request)()
+    asked.CopyFrom(request)
+    asked.local_only = True
+    return asked
+
+
+async def pages(call: Callable[..., Awaitable[Answer]], request: Any, field: str) -> Answer:
+    """Return the first page of an answer with what all pages have in `field`. Raises ValueError for a replica that
+    sends pages without end."""
+    answer: Any = await call(request, timeout=CALL_TIMEOUT_S)
+    entries, page = getattr(answer, field), answer
+    while page.next_page_token:
+        if not getattr(page, field):
+            raise ValueError("an empty page has a next one")
+        request.page_token = page.next_page_token
+        page = await call(request, timeout=CALL_TIMEOUT_S)
+        entries.extend(getattr(page, field))
+    return answer  # type: ignore[no-any-return]
 
 
 def _channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:

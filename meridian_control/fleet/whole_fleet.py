@@ -16,7 +16,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 from meridian_control.common.errors import NotFound
 from meridian_control.common.paging import MAX_PAGE_SIZE, fitting
 from meridian_control.fleet.departed import Departed
-from meridian_control.fleet.peers import CALL_TIMEOUT_S
+from meridian_control.fleet.peers import CALL_TIMEOUT_S, local, pages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -85,13 +85,9 @@ class WholeFleet:
             return fleet_pb2.WatchFleetResponse(
                 engines=engines, requests=await self.fleet.views.requests_in_turns(engine_id)
             )
-
-        async def ask(peer: Peer) -> list[fleet_pb2.LiveRequest]:
-            return await _requests(peer, engine_id)
-
         # A replica with very many requests may be late with them, and its engines are shown nevertheless.
         (engines_by_replica, silent), (by_replica, late) = await asyncio.gather(
-            self.peers.ask(_engines), self.peers.ask(ask, "requests")
+            self.peers.ask(_engines), self.peers.ask(lambda peer: _requests(peer, engine_id), "requests")
         )
         unreachable = sorted({*silent, *late})
         engines = await self._with(engines_by_replica)
@@ -126,14 +122,11 @@ class WholeFleet:
         `unknown` is the error with which this replica answered. Raises NotFound if no replica knows the engine or
         request.
         """
-        asked = policy_pb2.ExplainPolicyRequest()
-        asked.CopyFrom(request)
-        asked.local_only = True
-
-        async def ask(peer: Peer) -> policy_pb2.ExplainPolicyResponse:
-            return await peer.policy.ExplainPolicy(asked, timeout=CALL_TIMEOUT_S)
-
-        answers, unreachable = await self.peers.ask_who_knows(ask) if self.peers is not None else ([], [])
+        asked, answers, unreachable = local(request), list[policy_pb2.ExplainPolicyResponse](), list[str]()
+        if self.peers is not None:
+            answers, unreachable = await self.peers.ask_who_knows(
+                lambda peer: peer.policy.ExplainPolicy(asked, timeout=CALL_TIMEOUT_S)
+            )
         if answers:
             return answers[0]
         if unreachable:
@@ -225,25 +218,10 @@ async def _engines(peer: Peer) -> list[fleet_pb2.Engine]:
 async def engine_pages(peer: Peer) -> fleet_pb2.ListEnginesResponse:
     """Return all pages of a replica's engines as one."""
     request = fleet_pb2.ListEnginesRequest(local_only=True, page_size=MAX_PAGE_SIZE)
-    answer = page = await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)
-    while page.next_page_token:
-        if not page.engines:
-            raise ValueError("an empty page has a next one")
-        request.page_token = page.next_page_token
-        page = await peer.fleet.ListEngines(request, timeout=CALL_TIMEOUT_S)
-        answer.engines.extend(page.engines)
-    return answer
+    return await pages(peer.fleet.ListEngines, request, "engines")
 
 
 async def _requests(peer: Peer, engine_id: str) -> list[fleet_pb2.LiveRequest]:
     """Return all pages of a replica's live requests."""
     request = fleet_pb2.ListRequestsRequest(engine_id=engine_id, local_only=True, page_size=MAX_PAGE_SIZE)
-    requests: list[fleet_pb2.LiveRequest] = []
-    while True:
-        page = await peer.fleet.ListRequests(request, timeout=CALL_TIMEOUT_S)
-        requests.extend(page.requests)
-        if not page.next_page_token:
-            return requests
-        if not page.requests:
-            raise ValueError("an empty page has a next one")
-        request.page_token = page.next_page_token
+    return list((await pages(peer.fleet.ListRequests, request, "requests")).requests)

@@ -10,7 +10,7 @@ from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.common.paging import fitting
 from meridian_control.common.slices import at_once
-from meridian_control.fleet import whole_fleet
+from meridian_control.fleet import peers, whole_fleet
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import OPTIONS, Peer
 from meridian_control.fleet.whole_fleet import WATCH_BYTES
@@ -69,7 +69,7 @@ async def test_replicas_get_all_requests_in_pages(
     control: Control, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This process makes the answers, too, and on a busy machine that may take longer than a replica waits.
-    monkeypatch.setattr(whole_fleet, "CALL_TIMEOUT_S", 60 * BUSY)
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 60 * BUSY)
     async with grpc.aio.insecure_channel(control.target, OPTIONS) as channel:
         peer = Peer(Replica("r", control.target), channel)
         assert [live.request_id for live in await whole_fleet._requests(peer, "")] == names
