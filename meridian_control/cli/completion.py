@@ -12,7 +12,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 from pydantic import BaseModel
 
 from meridian_control.cli import contexts
-from meridian_control.cli.console import Client, Target, clients, id_number
+from meridian_control.cli.console import Client, Target, id_number
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.environment import BadVariable
 from meridian_control.offline.trace_file import FileError
@@ -79,6 +79,6 @@ def _asked(question: Callable[[Client], Iterable[str]]) -> Iterable[str]:
     target = Target("", "", ClientCredentials())
     try:
         with target.channel() as channel:
-            return question(clients(channel))
+            return question(Client(channel))
     except (grpc.RpcError, FileError, BadVariable, typer.Exit):
         return ()

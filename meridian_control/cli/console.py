@@ -154,13 +154,15 @@ def _address(name: str, server: str) -> str:
     raise BadVariable(name, server, f"an address host:port{write}{tls}")
 
 
-@dataclass(frozen=True)
 class Client:
-    policy: policy_pb2_grpc.PolicyServiceStub
-    fleet: fleet_pb2_grpc.FleetServiceStub
-    audit: audit_pb2_grpc.AuditServiceStub
-    freeze: freeze_pb2_grpc.FreezeServiceStub
-    rollout: rollout_pb2_grpc.RolloutServiceStub
+    """The services of a control plane, over one channel."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.policy = policy_pb2_grpc.PolicyServiceStub(channel)
+        self.fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+        self.audit = audit_pb2_grpc.AuditServiceStub(channel)
+        self.freeze = freeze_pb2_grpc.FreezeServiceStub(channel)
+        self.rollout = rollout_pb2_grpc.RolloutServiceStub(channel)
 
 
 def new_table(*columns: str) -> Table:
@@ -310,17 +312,7 @@ def first(limit: int, call: Any, request: Any, field: str) -> list[Any]:
 @contextmanager
 def connect(context: typer.Context) -> Iterator[Client]:
     with reported(context.obj), context.obj.channel() as channel:
-        yield clients(channel)
-
-
-def clients(channel: grpc.Channel) -> Client:
-    return Client(
-        policy_pb2_grpc.PolicyServiceStub(channel),
-        fleet_pb2_grpc.FleetServiceStub(channel),
-        audit_pb2_grpc.AuditServiceStub(channel),
-        freeze_pb2_grpc.FreezeServiceStub(channel),
-        rollout_pb2_grpc.RolloutServiceStub(channel),
-    )
+        yield Client(channel)
 
 
 def watched(show: Callable[[], object], is_repeated: bool) -> None:
@@ -347,13 +339,11 @@ def reported(target: Target | None = None) -> Iterator[None]:
         fail(INVALID, str(error))
     except grpc.RpcError as error:
         code = _EXIT_CODES.get(error.code(), FAILED)
-        cause = tls_look.trouble(*target.resolve()) if target and error.code() in MAY_BE_TLS else ""
+        cause = tls_look.trouble(*target.resolve()) if target and error.code() in tls_look.MAY_BE_TLS else ""
         where = f"; the called address is {target.where()}" if target and code == UNREACHABLE else ""
         fail(code, *(f"{line}{where}" for line in error_lines(error)), *([cause] if cause else []))
 
 
-# Status codes with which gRPC reports a TLS handshake that fails, or one that a call waits for in vain.
-MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
 _EXIT_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: INVALID,
     grpc.StatusCode.UNAVAILABLE: UNREACHABLE,

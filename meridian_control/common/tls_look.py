@@ -14,12 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 from cryptography import x509
 
 if TYPE_CHECKING:
     from meridian_control.common.client_credentials import ClientCredentials
 
 CONNECT_S, ANSWER_S = 2.0, 2.0
+# Status codes with which gRPC reports a TLS handshake that fails, or one that a call waits for in vain.
+MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Names of what sets the CA, and the certificate and its key, for the text.
 CA, CERT = "--ca (MERIDIAN_TLS_CA)", "--cert and --key (MERIDIAN_TLS_CERT, MERIDIAN_TLS_KEY)"
 

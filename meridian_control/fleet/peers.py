@@ -43,8 +43,6 @@ CALL_TIMEOUT_S = 2.0
 SILENT_SHARE = 0.1
 # Seconds between two attempts to record from replicas that do not send records yet.
 LOOK_S = 1.0
-# Status codes with which gRPC reports a TLS handshake that fails, or one that a call waits for in vain.
-MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
 NAMES = tls_look.Names("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY")
 REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 OPTIONS = [
@@ -193,7 +191,7 @@ class Peers:
         if isinstance(error, grpc.aio.AioRpcError):
             code = error.code()
             failure = f"{code}: {error.details()}"
-        if code in MAY_BE_TLS:
+        if code in tls_look.MAY_BE_TLS:
             cause = await asyncio.to_thread(tls_look.trouble, peer.replica.address, self._credentials, NAMES)
         return f"{cause} ({failure})" if cause else failure
 

@@ -59,15 +59,10 @@ class RevisionHeader:
 
 
 @dataclass(frozen=True)
-class StoredRevision:
-    """One immutable revision; `created_at` is UTC."""
+class StoredRevision(RevisionHeader):
+    """One immutable revision."""
 
-    revision: int
-    etag: str
     policy: Policy
-    author: str
-    reason: str
-    created_at: datetime
 
 
 class PolicyStore:
@@ -209,9 +204,8 @@ class PolicyStore:
 
 def new_revision(revision: int, policy: Policy, author: str, reason: str, now: datetime) -> StoredRevision:
     """Make the revision as it would be stored; `now` is an aware time."""
-    return StoredRevision(
-        revision, _etag(revision, to_stored_toml(policy)), policy, author, reason, now.astimezone(UTC)
-    )
+    etag = _etag(revision, to_stored_toml(policy))
+    return StoredRevision(revision, etag, author, reason, now.astimezone(UTC), policy)
 
 
 async def insert_revision(connection: AsyncConnection, stored: StoredRevision, request_id: str = "") -> None:

@@ -70,7 +70,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             raise InvalidRequest("policy", "must be set")
         stored, changes = await self._put(from_proto(request.policy), request, request.reason)
         return policy_pb2.UpdatePolicyResponse(
-            revision=_to_message(stored), changes=_changes(changes), warnings=warnings(stored.policy)
+            revision=_to_message(stored), changes=change_messages(changes), warnings=warnings(stored.policy)
         )
 
     async def RollbackPolicy(  # noqa: N802
@@ -82,7 +82,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         reason = request.reason or f"rollback to revision {request.revision}"
         stored, changes = await self._put(wanted.policy, request, reason)
         return policy_pb2.RollbackPolicyResponse(
-            revision=_to_message(stored), changes=_changes(changes), warnings=warnings(stored.policy)
+            revision=_to_message(stored), changes=change_messages(changes), warnings=warnings(stored.policy)
         )
 
     async def ListRevisions(  # noqa: N802
@@ -101,7 +101,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         number = request.before or after.revision - 1
         before = (await self._store.get(number)).policy if number else Policy()
         changes = diff(before, after.policy)
-        return policy_pb2.DiffPoliciesResponse(before=number, after=after.revision, changes=_changes(changes))
+        return policy_pb2.DiffPoliciesResponse(before=number, after=after.revision, changes=change_messages(changes))
 
     async def ExplainPolicy(  # noqa: N802
         self, request: policy_pb2.ExplainPolicyRequest, context: Context
@@ -135,7 +135,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             newest = 0
             if (stored := await self._store.answered(request.request_id, policy)) is None:
                 newest = await self._store.check(request.etag)
-                stored = StoredRevision(0, "", policy, request.author, reason, self._clock())
+                stored = StoredRevision(0, "", request.author, reason, self._clock(), policy)
         else:
             stored = await self._commit(policy, request, reason)
             logger.info("policy revision %d by %s", stored.revision, said_by(request.author, reason))
@@ -186,7 +186,7 @@ def _subject(request: policy_pb2.ExplainPolicyRequest, live: Subject | None) -> 
     return Subject(who, live.served_model, live.own_floor_tokens, live.own_cap_tokens)
 
 
-def _changes(changes: Iterable[FieldChange]) -> list[policy_pb2.PolicyChange]:
+def change_messages(changes: Iterable[FieldChange]) -> list[policy_pb2.PolicyChange]:
     return [policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in changes]
 
 
@@ -196,7 +196,7 @@ def _to_message(stored: StoredRevision) -> policy_pb2.PolicyRevision:
     return message
 
 
-def _header(stored: StoredRevision | RevisionHeader) -> policy_pb2.PolicyRevision:
+def _header(stored: RevisionHeader) -> policy_pb2.PolicyRevision:
     create_time = Timestamp()
     create_time.FromDatetime(stored.created_at)
     return policy_pb2.PolicyRevision(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2, rollout_pb2_grpc
+from meridian.v1 import fleet_pb2, rollout_pb2, rollout_pb2_grpc
 
 from meridian_control.common.errors import EtagMismatch, InvalidRequest, NotFound
 from meridian_control.common.paging import checked
@@ -21,7 +21,7 @@ from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, Rollout
 from meridian_control.server.audit_log import before_etag
 from meridian_control.server.interceptor import said_by
-from meridian_control.server.policy_service import check_texts
+from meridian_control.server.policy_service import change_messages, check_texts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -76,11 +76,10 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 await self._rollouts.look()
         before = await self._store.policies.get(rollout.stable_revision)
         before_etag.set(before.etag)
-        changes = [
-            policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in diff(before.policy, policy)
-        ]
         return rollout_pb2.StartRolloutResponse(
-            rollout=rollout.message(), changes=changes, warnings=[*await self._warnings(rollout), *warnings(policy)]
+            rollout=rollout.message(),
+            changes=change_messages(diff(before.policy, policy)),
+            warnings=[*await self._warnings(rollout), *warnings(policy)],
         )
 
     async def _warnings(self, rollout: Rollout) -> list[str]:

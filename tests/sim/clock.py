@@ -82,4 +82,4 @@ class Timeline:
 
 def stored(revision: int, policy: Policy) -> StoredRevision:
     """Return a policy as the store would return it."""
-    return StoredRevision(revision, f"etag-{revision}", policy, "test", "", EPOCH)
+    return StoredRevision(revision, f"etag-{revision}", "test", "", EPOCH, policy)

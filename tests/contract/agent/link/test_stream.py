@@ -362,7 +362,7 @@ async def test_an_engine_that_does_not_keep_up(control: Control) -> None:
         await until(control.connected)
         (connection,) = control.fleet.connections
         for revision in range(2, QUEUE_MESSAGES + 10):
-            control.fleet._policies.give(connection, StoredRevision(revision, "", policy(), "", "", utc_now()))
+            control.fleet._policies.give(connection, StoredRevision(revision, "", "", "", utc_now(), policy()))
         # The stream ends although the engine says nothing.
         await to_the_end(call)
     assert control.fleet.stream_ends == {"overflow": 1}

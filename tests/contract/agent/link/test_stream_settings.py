@@ -66,7 +66,7 @@ async def test_changes_without_end_are_sent_all_the_same(
         # However busy the machine is, no timer runs between the changes of one round.
         for _ in range(3):
             revision += 1
-            control.fleet.set_policy(StoredRevision(revision, "", policy(), "", "", utc_now()))
+            control.fleet.set_policy(StoredRevision(revision, "", "", "", utc_now(), policy()))
         await asyncio.sleep(0.02)
     assert revision - 1 > len(engine.settings)
 

@@ -85,7 +85,7 @@ async def test_reopen_keeps_everything(address: str) -> None:
     async with opened(address) as store:
         first = await append(store)
         second = await append(store, Policy(), etag=first.etag, now=NOW.astimezone(timezone(timedelta(hours=5))))
-    assert first == StoredRevision(1, first.etag, POLICY, "ann", "why", NOW)
+    assert first == StoredRevision(1, first.etag, "ann", "why", NOW, POLICY)
     assert second.revision == 2
     async with opened(address) as store:
         current = await store.current()
@@ -158,7 +158,7 @@ async def test_a_file_of_the_first_version(path: Path, file: str) -> None:
     for _ in range(2):
         async with opened(file) as store:
             assert await store.get(1) == StoredRevision(
-                1, "e", parse_toml("fallback.lease_ms = 500"), "ann", "why", NOW
+                1, "e", "ann", "why", NOW, parse_toml("fallback.lease_ms = 500")
             )
             assert (await append(store, etag="", request_id="a")).revision == 2
 

@@ -134,7 +134,7 @@ async def test_an_error_of_a_part_takes_no_other_part_down(caplog: pytest.LogCap
     good = type("Good", (FleetPart,), {name: notes(name) for name in FAILING})
     parts = [Capability("bad", None, lambda fleet: bad()), Capability("good", None, lambda fleet: good())]
     fleet = Fleet(utc_now, capabilities=parts)
-    fleet.set_policy(StoredRevision(1, "", Policy(), "", "", utc_now()))
+    fleet.set_policy(StoredRevision(1, "", "", "", utc_now(), Policy()))
     connection = fleet.join(hello("one"))
     context: Any = None
     service = FleetService(WholeFleet(fleet, "one", None, lambda: True))
@@ -154,7 +154,7 @@ async def test_an_error_of_a_part_takes_no_other_part_down(caplog: pytest.LogCap
 async def test_a_stream_that_ends_leaves_no_garbage() -> None:
     """Full looks for garbage are rare, so what a session holds must be free without one."""
     fleet = Fleet(utc_now, capabilities=listed.CAPABILITIES)
-    fleet.set_policy(StoredRevision(1, "", Policy(), "", "", utc_now()))
+    fleet.set_policy(StoredRevision(1, "", "", "", utc_now(), Policy()))
     connection = fleet.join(hello("one"))
     nonce = connection.session.delivery.nonce
     opened = [agent_pb2.RequestOpened(slot=slot, request_id=str(slot), prompt_tokens=4) for slot in range(3)]

@@ -21,7 +21,7 @@ ENGINES, NEVER_S = 3 * ENGINES_AT_ONCE + 1, 3600.0
 
 
 def stored(revision: int) -> StoredRevision:
-    return StoredRevision(revision, "", policy(), "", "", utc_now())
+    return StoredRevision(revision, "", "", "", utc_now(), policy())
 
 
 async def test_other_work_comes_between_engines(monkeypatch: pytest.MonkeyPatch) -> None:
