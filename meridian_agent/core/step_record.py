@@ -291,7 +291,7 @@ def _row_flags(record: Record) -> list[int]:
     return flags + record.flags
 
 
-def text_flags(records: Sequence[Record], phases: NDArray[np.uint32]) -> NDArray[np.uint32]:
+def text_flags(records: Sequence[Record], phases: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.uint32]:
     """Return the flags of the rows of the run's members, step by step; only those of thinking have any. records: steps
     of the same members. phases: those of each record, [rows]."""
     members = len(records[0].text)

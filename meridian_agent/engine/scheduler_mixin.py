@@ -189,7 +189,7 @@ class GovernedScheduler(Scheduler):
         return ended
 
     def get_num_unfinished_requests(self) -> int:
-        number = super().get_num_unfinished_requests()  # type: ignore[misc]
+        number: int = super().get_num_unfinished_requests()  # type: ignore[misc]
         # Under data parallelism all ranks stop computing together once no rank has such a request.
         if self._agent is not None and self._agent.stops.waiting:
             number += self._guard.run(self._agent.unfinished, self) or 0

@@ -311,9 +311,9 @@ def _numbers(sparse: agent_pb2.SparseColumns, name: str, kind: str, count: int) 
     return np.frombuffer(encoded, kind)
 
 
-def _row_numbers(sparse: agent_pb2.SparseColumns, name: str, count: int) -> NDArray[np.uint32]:
+def _row_numbers(sparse: agent_pb2.SparseColumns, name: str, count: int) -> NDArray[Any]:
     """Return the numbers of rows of one field, all of which must be below `count`. Raises BadReport."""
-    numbers: NDArray[np.uint32] = _numbers(sparse, name, "<u4", len(getattr(sparse, name)) // 4)
+    numbers = _numbers(sparse, name, "<u4", len(getattr(sparse, name)) // 4)
     if len(numbers) and (most := int(numbers.max())) >= count:
         raise BadReport(f"sparse.{name} must be below the {count} rows of the report; got {most}")
     return numbers

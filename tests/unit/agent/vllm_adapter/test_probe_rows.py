@@ -4,7 +4,7 @@ the tokens."""
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -193,7 +193,7 @@ def test_a_probe_of_a_request_that_was_aborted_during_its_step_is_over() -> None
     live, directives = opened(tracker, "r", ref=request(40)), Directives(tracker)
     probing = ProbeRunner(tracker, directives, BLOCK, True)
     probing.computed.append(Placed(5, live, 1, 0, cost_tokens=1, flags=FLAG_SENTENCE))
-    tracker.sentences: Any = SimpleNamespace(step=lambda *_: 0, flags=[FLAG_GOES_ON])
+    tracker.sentences = cast("Any", SimpleNamespace(step=lambda *_: 0, flags=[FLAG_GOES_ON]))
     tracker.close(live, agent_pb2.FINISH_REASON_ABORT)
     step = {"req_id_to_index": {"r": 0}, "sampled_token_ids": [[3]], PROBED: [(0.5, 7)]}
     assert not probing.collect_rows(SimpleNamespace(**step))
