@@ -45,6 +45,8 @@ class Told:
     """The values that the control plane last sent for one slot."""
 
     request_id: str
+    # Phase after the newest reported token; a rank that was sent before holds for the phase before.
+    phase: int = agent_pb2.PHASE_UNSPECIFIED
     cap: tuple[int | None, bool, int] | None = None
     rank: int | None = None
     tier: tuple[int, bool] | None = None
@@ -80,6 +82,11 @@ class StreamChecker:
                 told.forced = False
                 told.shadowed.clear()
         self.told |= {o.slot: Told(o.request_id) for o in message.step.opened}
+        columns = message.step.tokens
+        for slot, phase, flags in zip(columns.slot, columns.phase, columns.flags, strict=True):
+            told, ended = self.told[slot], flags & agent_pb2.TOKEN_FLAG_END
+            if (now := agent_pb2.PHASE_OUTPUT if ended else phase) != told.phase:
+                told.phase, told.rank = now, None
         for outcome in message.step.outcomes:
             for told in self.told.values():
                 told.probe = 0 if told.probe == outcome.decision_id else told.probe
