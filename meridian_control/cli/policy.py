@@ -37,7 +37,7 @@ from meridian_control.cli.console import (
     show_value,
     stamp_text,
 )
-from meridian_control.common.errors import PolicyError, Violation
+from meridian_control.common.errors import PolicyError
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.policy.diff import diff
@@ -100,7 +100,7 @@ def policy_apply(
     """Replace the policy in force with the policy in FILE, and print the new revision."""
     with connect(context) as client:
         stored = _in_force(client)
-        policy = _changed(stored, forms.load_tables(file)) if merge else _loaded(file)
+        policy = _changed(stored, forms.load_tables(file)) if merge else forms.load_to_apply(file)
         request = policy_pb2.UpdatePolicyRequest(
             validate_only=dry_run, author=author, reason=reason, request_id=request_id
         )
@@ -163,7 +163,7 @@ def policy_rollback(
 def policy_validate(file: File) -> None:
     """Check FILE against the policy schema without a control plane, and print each bad field."""
     with reported():
-        forms.load_config(file)
+        forms.load_to_apply(file)
     say(f"{file}: valid")
 
 
@@ -271,16 +271,6 @@ def _readable(message: policy_pb2.Policy) -> schema.Policy:
         reason = f"the control plane is newer than this meridianctl ({__version__}), which cannot read its policy:"
         fail(FAILED, reason, *map(str, error.violations()))
     print_warnings(f"not printed: {field}" for field in removed)
-    return policy
-
-
-def _loaded(file: Path) -> schema.Policy:
-    """Read a policy file. Raises PolicyError, also if the file sets no field, as after a pipe whose first program has
-    failed."""
-    policy = forms.load_config(file)
-    if not policy.model_fields_set:
-        hint = "a section's header alone, such as [scheduler], gives all fields their defaults"
-        raise PolicyError([Violation(f"{file}:", f"has no fields; {hint}")])
     return policy
 
 

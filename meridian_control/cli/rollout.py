@@ -84,7 +84,7 @@ def rollout_start(
     with connect(context) as client:
         plan = forms.load_as(Plan, steps)
         request = rollout_pb2.StartRolloutRequest(
-            policy=forms.to_proto(forms.load_config(file)),
+            policy=forms.to_proto(forms.load_to_apply(file)),
             plan=json_format.ParseDict(plan.model_dump(mode="json", exclude_none=True), rollout_pb2.RolloutPlan()),
             etag=etag,
             validate_only=dry_run,

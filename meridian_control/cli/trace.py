@@ -139,7 +139,7 @@ def _replay(traces: list[Path], labels: Path | None, base: Path | None, model: s
     check_once(traces[-1], episodes)
     judge = from_labels(labels, episodes) if labels is not None else from_probes(episodes)
     recorded = forms.from_older_proto(episodes.policy)[0] if episodes.policy is not None else schema.Policy()
-    return Replay(episodes, judge, forms.load_config(base) if base is not None else recorded, delay_tokens)
+    return Replay(episodes, judge, forms.load_to_apply(base) if base is not None else recorded, delay_tokens)
 
 
 def _search(replay: "Replay", goal: "Goal") -> "Calibration":
@@ -176,7 +176,7 @@ def replay(
     from meridian_control.offline.policy_replay import changes
 
     with reported():
-        figures = changes(traces, forms.load_config(policy))
+        figures = changes(traces, forms.load_to_apply(policy))
     if not output.is_table:
         show_value(figures, output)
         return

@@ -77,7 +77,7 @@ class PolicyDirectory:
 
     async def read(self) -> None:
         """Put the file's policy in force, unless it is in force or the file has not changed. Raises MeridianError."""
-        wanted = forms.load_config(self.file)
+        wanted = forms.load_to_apply(self.file)
         while wanted != self._done:
             try:
                 current = await self._store.current()

@@ -1,7 +1,7 @@
 """Converts a policy between its forms: TOML text, file and protobuf message.
 
 The module knows no policy field. The module's functions may run on any thread and are pure, except that
-`load_config`, `load_as`, `load_tables` and `find` read files.
+`load_config`, `load_to_apply`, `load_as`, `load_tables` and `find` read files.
 """
 
 import json
@@ -76,6 +76,16 @@ def load_config(path: str | os.PathLike[str]) -> Policy:
     return load_as(Policy, Path(path))
 
 
+def load_to_apply(path: Path) -> Policy:
+    """Read a policy file whose policy is to replace another one. Raises PolicyError as `load_config` does, and also if
+    the file sets no field, as after a pipe whose first program has failed."""
+    policy = load_config(path)
+    if not policy.model_fields_set:
+        hint = "a section's header alone, such as [scheduler], gives all fields their defaults"
+        raise PolicyError([Violation(f"{path}:", f"has no fields; {hint}")])
+    return policy
+
+
 def load_as(schema: type[Schema], path: Path) -> Schema:
     """Read a TOML file, or standard input for the path -, that has the given schema. Raises PolicyError, which names
     the line of each bad field, also if the file cannot be read."""
@@ -85,8 +95,10 @@ def load_as(schema: type[Schema], path: Path) -> Schema:
 
 def load_tables(path: Path) -> dict[str, Any]:
     """Read a TOML file, or standard input for the path -, and return its fields by section, unchecked. Raises
-    PolicyError."""
-    return _tables(_read(path), str(path))
+    PolicyError, also if the file has no fields."""
+    if not (tables := _tables(_read(path), str(path))):
+        raise PolicyError([Violation(f"{path}:", "has no fields")])
+    return tables
 
 
 def _read(path: Path) -> str:

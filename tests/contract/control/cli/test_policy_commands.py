@@ -1,6 +1,7 @@
 """`meridianctl policy` against a real server over a real store."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,11 @@ async def test_an_empty_file_is_an_error(control: Control, file: Path) -> None:
     """A pipe whose first program fails must not bring back the defaults."""
     await control("policy", "apply", "-f", file)
     before = await values(control)
-    for empty in ("", "# nothing\n"):
+    commands = ("policy apply", "policy apply --merge", "policy validate")
+    for empty, command in product(("", "# nothing\n"), commands):
         file.write_text(empty)
-        result = await control("policy", "apply", "-f", file)
-        assert (result.exit_code, result.stdout) == (INVALID, "")
+        result = await control(*command.split(), "-f", file)
+        assert (result.exit_code, result.stdout) == (INVALID, ""), command
         assert result.stderr.startswith(f"{file}: has no field")
     assert await values(control) == before
 

@@ -175,9 +175,12 @@ async def test_replay_of_what_the_server_recorded(control: Control, tmp_path: Pa
 
 
 async def test_replay_of_files_that_cannot_be_used(tmp_path: Path) -> None:
-    bad, good = tmp_path / "bad.toml", tmp_path / "good.toml"
+    bad, good, empty = (tmp_path / f"{name}.toml" for name in ("bad", "good", "empty"))
     bad.write_text("entropy.ema_alpha = 2")
-    good.write_text("")
+    good.write_text("entropy.ema_alpha = 1")
+    empty.write_text("")
+    result = await run("replay", tmp_path / "no.trace", "--policy", empty, server="")
+    assert (result.exit_code, result.stderr.partition(";")[0]) == (INVALID, f"{empty}: has no fields")
     result = await run("replay", tmp_path / "no.trace", "--policy", bad, server="")
     assert (result.exit_code, result.stderr) == (INVALID, f"{bad}:1: entropy.ema_alpha must be in (0, 1]; got 2\n")
     result = await run("replay", tmp_path / "no.trace", "--policy", good, server="")

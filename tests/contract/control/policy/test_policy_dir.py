@@ -89,7 +89,7 @@ async def test_every_version_is_put_in_force(store: PolicyStore, mounted: Config
 
 
 async def test_a_plain_file_in_a_folder(store: PolicyStore, tmp_path: Path) -> None:
-    (tmp_path / "meridian.toml").write_text("")
+    (tmp_path / "meridian.toml").write_text("fallback.lease_ms = 500")
     async with watching(store, tmp_path) as changes:
         (tmp_path / "meridian.toml").write_text("fallback.lease_ms = 600")
         await until(lambda: changes[-1].policy.fallback.lease_ms == 600)
@@ -104,10 +104,12 @@ async def test_a_bad_file_changes_nothing(
         await until(lambda: COMPLAINT in caplog.text)
         (mounted.folder / "..data").unlink()
         await until(lambda: "cannot be read: No such file" in caplog.text)
+        mounted.put("# a file that is being written, or whose template has failed")
+        await until(lambda: "has no fields" in caplog.text)
         assert len(changes) == 1
         mounted.put("fallback.lease_ms = 700")
         await until(lambda: len(changes) == 2)
-    assert [record.levelno for record in caplog.records if record.name.startswith("meridian")] == [logging.ERROR] * 2
+    assert [record.levelno for record in caplog.records if record.name.startswith("meridian")] == [logging.ERROR] * 3
 
 
 async def test_an_unchanged_file_leaves_changes_alone(store: PolicyStore, mounted: ConfigMap) -> None:

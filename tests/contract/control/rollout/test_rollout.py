@@ -400,6 +400,18 @@ async def test_meridianctl(control: Control, tmp_path: Path) -> None:
     assert (bad.exit_code, bad.stderr) == (INVALID, f"{steps}:2: step[0].percent must be in [0, 100]; got 101\n")
 
 
+async def test_an_empty_file_starts_no_rollout(control: Control, tmp_path: Path) -> None:
+    """A pipe whose first program fails must not roll out the defaults."""
+    policy, steps = tmp_path / "policy.toml", tmp_path / "steps.toml"
+    policy.write_text("# nothing\n")
+    steps.write_text("[[step]]\npercent = 100\n")
+    for file in (policy, "-"):
+        refused = await ctl(control, "rollout", "start", "-f", file, "--steps", steps)
+        assert refused.exit_code == INVALID
+        assert refused.stderr.startswith(f"{file}: has no fields; a section's header alone")
+    assert (await ctl(control, "rollout", "list")).stdout == "no rollout has been started\n"
+
+
 async def test_the_author_hears_of_a_step_without_engines_and_it_waits(control: Control, tmp_path: Path) -> None:
     """A percentage of one engine selects none. The rollout does not pass that step, whatever the guardrails say."""
     policy, steps = tmp_path / "policy.toml", tmp_path / "steps.toml"
