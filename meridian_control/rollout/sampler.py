@@ -50,22 +50,23 @@ class Sampler:
         """
         listed = list(engines)
         connected = [engine for engine in listed if engine.state == CONNECTED]
-        observed = {rollout.candidate_revision: _nothing(), rollout.stable_revision: _nothing()}
+        candidate = rollout.candidate_revision
+        observed = {candidate: _nothing(), rollout.stable_revision: _nothing()}
         seen = {}
         for engine in connected:
             key = (engine.engine_id, engine.incarnation)
             seen[key] = at = (engine.connect_time.ToDatetime(UTC), engine.acked_revision, _counters(engine))
             if engine.acked_revision in observed:
                 observed[engine.acked_revision] += self._since(key, *at)
-        group = [engine for engine in listed if rollout.candidate_revision in (engine.revision, engine.acked_revision)]
-        applied = [engine for engine in connected if engine.acked_revision == rollout.candidate_revision]
+        group = [engine for engine in listed if candidate in (engine.revision, engine.acked_revision)]
+        applied = [engine for engine in connected if engine.acked_revision == candidate]
         refused = [engine for engine in group if engine.nack_error]
-        waiting = [engine for engine in group if engine.state == CONNECTED and engine not in applied]
+        waiting = [engine for engine in group if engine.state == CONNECTED and engine.acked_revision != candidate]
         self._seen, self._looked_at = seen, now
         missing, late = self._gone(group, {engine.engine_id for engine in connected}, lease_s, elapsed_s)
         off = [engine for engine in group if engine.state == CONNECTED and engine.fault]
         return Sample(
-            candidate=_measured(observed[rollout.candidate_revision]),
+            candidate=_measured(observed[candidate]),
             stable=_measured(observed[rollout.stable_revision]),
             candidate_engines=len(applied),
             other_engines=len(connected) - len(applied),
