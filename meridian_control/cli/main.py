@@ -288,13 +288,18 @@ def wait(
             behind = [engine for engine in live if engine.acked_revision < wanted]
             if not behind and not missing:
                 break
-            lines = [f"{e.engine_id} is at revision {e.acked_revision}" for e in behind if not _refused(e, wanted)]
+            lines = [_lagging(e) for e in behind if not _refused(e, wanted)]
             if refused := [f"{e.engine_id} refused: {e.nack_error}" for e in behind if _refused(e, wanted)]:
                 fail(FAILED, *refused, *lines)
             if time.monotonic() >= deadline:
                 fail(FAILED, *lines, *missing)
             time.sleep(POLL_INTERVAL_S)
     say(f"revision {wanted} is applied on all {len(live)} connected engines" if live else NONE_CONNECTED)
+
+
+def _lagging(engine: fleet_pb2.Engine) -> str:
+    off = f"; its agent is off, and gets no policy: {engine.fault}" if engine.fault else ""
+    return f"{engine.engine_id} is at revision {engine.acked_revision}{off}"
 
 
 def _refused(engine: fleet_pb2.Engine, revision: int) -> bool:

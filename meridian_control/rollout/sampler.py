@@ -70,7 +70,8 @@ class Sampler:
             stable=_measured(observed[rollout.stable_revision]),
             candidate_engines=len(applied),
             other_engines=len(connected) - len(applied),
-            pending=len([engine for engine in waiting if not engine.nack_error]),
+            # An agent that is off gets no settings.
+            pending=len([engine for engine in waiting if not (engine.nack_error or engine.fault)]),
             missing=missing,
             nacks=len(refused),
             degraded=late + len(off),

@@ -176,6 +176,11 @@ def _waiting_for(rollout: Rollout, sample: Sample, readings: tuple[GuardrailRead
         return f"{sample.missing} engines to connect again"
     if not sample.candidate_engines and not _selects_nobody(rollout, rollout.step):
         # Nothing is measured on a candidate, so no guardrail can be violated.
+        if sample.nacks or sample.degraded:
+            return (
+                f"an engine with the candidate: {sample.nacks} of its engines refuse it, and {sample.degraded} have no "
+                "stream or an agent that is off"
+            )
         step = rollout.plan.step[rollout.step - 1]
         return (
             f"an engine with the candidate: step {rollout.step} selects none of the {sample.other_engines} connected "

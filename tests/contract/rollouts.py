@@ -45,7 +45,7 @@ class Engine(LinkedEngine):
         self.control, self.labels = control, {"pool": pool}
 
     def hello(self) -> agent_pb2.Hello:
-        said = {"labels": self.labels, "engine_limits": self.limits.message()}
+        said = {"labels": self.labels, "engine_limits": self.limits.message(), **self.said}
         return hello(self.engine_id, revision=self.link.lease.revision, **said)
 
     def __enter__(self) -> Engine:

@@ -199,15 +199,18 @@ LOST = "b is lost: its stream broke off, and it has not come back\n"
         # An engine that has shut down is not expected back.
         (("a", "b-"), (), OK, "revision 1 is applied on all 1 connected engines\n"),
         (("a<", "b?"), ("--revision", "1"), FAILED, "b refused: no\na is at revision 0\n"),
+        (("a", "b#"), (), FAILED, "b is at revision 0; its agent is off, and gets no policy: KeyError\n"),
     ],
 )
 async def test_wait_for_engines_that_are_not_there(
     control: Control, file: Path, *, engines: tuple[str, ...], options: tuple[str, ...], code: int, said: str
 ) -> None:
-    """b! is an engine whose stream broke off, b- one that has shut down, a< one that lags, and b? one that refuses."""
+    """b! is an engine whose stream broke off, b- one that has shut down, a< one that lags, b? one that refuses, and b#
+    one whose agent is off."""
     await control("policy", "apply", "-f", file)
     fields: dict[str, dict[str, Any]] = {"!": {"state": 0, "lost": True}, "-": {"state": 0}, "?": {"nack_error": "no"}}
-    control.fleet.engines = [engine(e[0], int(e[-1] not in "<?"), **fields.get(e[1:], {})) for e in engines]
+    fields["#"] = {"fault": "KeyError"}
+    control.fleet.engines = [engine(e[0], int(e[-1] not in "<?#"), **fields.get(e[1:], {})) for e in engines]
     result = await control("wait", "--timeout", 0, *options)
     assert (result.exit_code, result.stdout + result.stderr) == (code, said)
 

@@ -106,6 +106,18 @@ async def test_an_engine_that_left_is_waited_for_until_the_lease_is_over(control
             assert (await control.ticks(2)).step == 2
 
 
+async def test_an_engine_whose_agent_is_off_is_not_waited_for(control: Control) -> None:
+    off = Engine(control, "off", "main")
+    off.said = {"fault": "KeyError"}
+    with Engine(control, "a", "main") as a, off:
+        await a.has(1)
+        await until(lambda: len(list(control.fleet.connections)) == 2)
+        await control.begin(ALL)
+        await a.has(2)
+        found = await control.ticks(4)
+        assert (found.state, found.waiting_for, off.settings) == (COMPLETED, "", [])
+
+
 async def test_the_policy_does_not_change_meanwhile(control: Control) -> None:
     await control.begin(CANARY)
     complaint = (grpc.StatusCode.FAILED_PRECONDITION, "rollout 1 is active: abort it, or wait until it ends")

@@ -227,6 +227,10 @@ def test_steps_follow_each_other_when_they_have_baked() -> None:
             "an engine with the candidate: step 1 selects none of the 1 connected engines (50 % of the engines, by a "
             "hash of their ids); connect one, or abort and start again with another plan",
         ),
+        (
+            seen(candidate_engines=0, degraded=2),
+            "an engine with the candidate: 0 of its engines refuse it, and 2 have no stream or an agent that is off",
+        ),
         (itl((0.02, 9)), "observations for output_itl_p99_ratio"),
         (itl((0.02, 100), (0.02, 9)), "observations for output_itl_p99_ratio"),
     ],

@@ -95,9 +95,11 @@ def test_refused_and_pending() -> None:
         engine("refused", 1, revision=2, nack_error="no such parser"),
         engine("refused-and-left", 1, revision=2, nack_error="no such parser", state=DOWN),
         engine("refused-the-old", 1, nack_error="no such parser"),
+        engine("off", 1, revision=2, fault="KeyError"),
         engine("other"),
     )
-    assert (sample.candidate_engines, sample.other_engines, sample.pending, sample.nacks) == (1, 4, 1, 2)
+    assert (sample.candidate_engines, sample.other_engines, sample.pending, sample.nacks) == (1, 5, 1, 2)
+    assert sample.degraded == 1, "an agent that is off gets no settings, so nothing waits for it"
 
 
 class Uncompared:
