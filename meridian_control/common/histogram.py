@@ -28,6 +28,8 @@ TOKEN_BOUNDS = tuple(float(2**power) for power in range(4, 18))
 # Whole numbers near the R10 series from 1 to 100,000 tokens.
 ANSWER_BOUNDS = *sorted({float(round(step * 10**decade)) for decade in range(5) for step in _R10}), 1e5
 
+# Number of counts of a histogram of times.
+TIME_BUCKETS = len(TIME_BOUNDS_S) + 1
 # Number of observations that wait at most to be counted.
 WAITING = 512
 
@@ -107,6 +109,12 @@ class Histogram:
 
     def message(self) -> fleet_pb2.Histogram:
         return fleet_pb2.Histogram(bounds=self.bounds.tolist(), counts=self.counts.tolist(), sum=self.sum)
+
+
+def time_counts(message: fleet_pb2.Histogram) -> NDArray[np.int64]:
+    """Return the counts of a histogram of times, [TIME_BUCKETS], all zero if another version used other buckets."""
+    counts = message.counts if len(message.counts) == TIME_BUCKETS else [0] * TIME_BUCKETS
+    return np.array(counts, np.int64)
 
 
 # Make empty histograms: of times and of queueing times in seconds, of thinking tokens, of answer tokens with quantiles

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_control.common.decision_words import spelled
-from meridian_control.common.histogram import Histogram
+from meridian_control.common.histogram import TIME_BUCKETS, time_counts, time_histogram
+from meridian_control.common.previous_look import PreviousLook
 from meridian_control.page.contents import CONNECTED, ended
 
 if TYPE_CHECKING:
@@ -35,42 +36,48 @@ POINTS = 241
 
 
 @dataclass
-class _Sums:
-    """Counters that were summed over all engines at a time, in seconds. buckets: counts of the histograms by name,
-    [bounds + 1]; empty until an engine reports one."""
+class _Counted:
+    """What was counted on an engine, or on all. ttot, output_itl: observations, [TIME_BUCKETS]."""
 
-    time_s: float
     tokens: int = 0
-    agent_s: float = 0.0
+    ttot: NDArray[np.int64] = field(default_factory=lambda: np.zeros(TIME_BUCKETS, np.int64))
+    output_itl: NDArray[np.int64] = field(default_factory=lambda: np.zeros(TIME_BUCKETS, np.int64))
     ends: Counter[str] = field(default_factory=Counter)
-    bounds: dict[str, list[float]] = field(default_factory=dict)
-    buckets: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
-    def add(self, engine: fleet_pb2.Engine) -> None:
-        self.tokens += engine.token_events
-        self.agent_s += engine.counters.agent_seconds
-        for name in ("ttot", "output_itl"):
-            told = getattr(engine, name)
-            if told.counts:
-                self.bounds[name] = list(told.bounds)
-                self.buckets[name] = self.buckets.get(name, 0) + np.array(told.counts, np.int64)
+    @classmethod
+    def on(cls, engine: fleet_pb2.Engine) -> _Counted:
+        return cls(engine.token_events, time_counts(engine.ttot), time_counts(engine.output_itl), ended([engine]))
 
-    @property
-    def answer_tokens(self) -> int:
-        """The answer tokens whose delay was measured: all but the first of a request that did not think."""
-        return sum(int(counts.sum()) for counts in self.buckets.values())
+    def add(self, before: _Counted, after: _Counted) -> None:
+        """Add what was counted between two looks at an engine."""
+        self.tokens += after.tokens - before.tokens
+        self.ttot += after.ttot - before.ttot
+        self.output_itl += after.output_itl - before.output_itl
+        self.ends += after.ends - before.ends
 
-    def p99_ms(self, name: str, before: _Sums) -> float | None:
-        """Return the 99th percentile, in ms, of what was observed since; None without an observation, or if an engine's
-        counters began again."""
-        if name not in self.buckets:
-            return None
-        since = self.buckets[name] - before.buckets.get(name, 0)
-        if (since < 0).any() or not since.any():
-            return None
-        seen = Histogram(self.bounds[name])
-        seen.add_counts(since, 0.0)
-        return 1e3 * seen.upper_quantile(0.99)
+    def rates(self, seconds: float) -> dict[str, Any]:
+        """Return the values of a point about so many seconds."""
+        # The answer tokens whose delay was measured: all but the first of a request that did not think.
+        answer_tokens = int(self.ttot.sum() + self.output_itl.sum())
+        forced = self.ends.total() - self.ends[NATURAL]
+        return {
+            "think_tokens_per_s": max(0, self.tokens - answer_tokens) / seconds,
+            "answer_tokens_per_s": answer_tokens / seconds,
+            "ttot_p99_ms": _p99_ms(self.ttot),
+            "itl_p99_ms": _p99_ms(self.output_itl),
+            "ends": {spelled(name): count for name, count in self.ends.items()},
+            "natural_per_min": 60 * self.ends[NATURAL] / seconds,
+            "forced_per_min": 60 * forced / seconds,
+        }
+
+
+def _p99_ms(counts: NDArray[np.int64]) -> float | None:
+    """Return the 99th percentile of observed times in ms, None without an observation."""
+    if not counts.any():
+        return None
+    seen = time_histogram()
+    seen.add_counts(counts, 0.0)
+    return 1e3 * seen.upper_quantile(0.99)
 
 
 class History:
@@ -78,20 +85,29 @@ class History:
 
     def __init__(self) -> None:
         self.points: deque[dict[str, Any]] = deque(maxlen=POINTS)
-        self._before: _Sums | None = None
+        self._looks: PreviousLook[_Counted] = PreviousLook()
+        self._noted_at: datetime | None = None
+        # Seconds that the agent of each engine and incarnation has spent since the engine started.
+        self._agent_s: dict[tuple[str, str], float] = {}
 
     def note(
         self, engines: Iterable[fleet_pb2.Engine], revision: int, now: datetime, values: Mapping[str, float]
     ) -> None:
         """Add a point. revision: the policy revision in force. values: what capabilities add to the point."""
-        listed = list(engines)
-        up = [engine for engine in listed if engine.state == CONNECTED]
-        sums, before = _Sums(now.timestamp(), ends=ended(listed)), self._before
-        for engine in listed:
-            sums.add(engine)
-        self._before = sums
+        counted = [(engine, _Counted.on(engine)) for engine in engines]
+        up = [engine for engine, _ in counted if engine.state == CONNECTED]
+        grown = _Counted()
+        for engine, after in counted:
+            if (before := self._looks.of(engine, _Counted())) is not None:
+                grown.add(before, after)
+        self._looks.replace(counted, now)
+        # The value is 0 after a report without counters.
+        agent_s = {(e.engine_id, e.incarnation): e.counters.agent_seconds for e in up if e.counters.agent_seconds}
+        spent_s = [spent - self._agent_s[key] for key, spent in agent_s.items() if key in self._agent_s]
+        seconds = (now - self._noted_at).total_seconds() if self._noted_at is not None else 0.0
+        self._agent_s, self._noted_at = agent_s, now
         point: dict[str, Any] = {
-            "time": sums.time_s,
+            "time": now.timestamp(),
             "revision": revision,
             "frozen": sum(engine.freeze.confirmed for engine in up),
             "engines": len(up),
@@ -101,20 +117,9 @@ class History:
             "ends": {},
             **values,
         }
-        # An engine that left with its counters would make negative rates.
-        if before is not None and sums.time_s > before.time_s and sums.tokens >= before.tokens:
-            seconds = sums.time_s - before.time_s
-            # A new engine's histogram is added as a whole, as are its tokens.
-            tokens, answer_tokens = sums.tokens - before.tokens, sums.answer_tokens - before.answer_tokens
-            if 0 <= answer_tokens <= tokens:
-                point["think_tokens_per_s"] = (tokens - answer_tokens) / seconds
-                point["answer_tokens_per_s"] = answer_tokens / seconds
-            if up and sums.agent_s >= before.agent_s:
-                point["agent_share"] = (sums.agent_s - before.agent_s) / seconds / len(up)
-            point["ttot_p99_ms"] = sums.p99_ms("ttot", before)
-            point["itl_p99_ms"] = sums.p99_ms("output_itl", before)
-            since = sums.ends - before.ends
-            point["ends"] = {spelled(name): count for name, count in since.items()}
-            point["natural_per_min"] = 60 * since[NATURAL] / seconds
-            point["forced_per_min"] = 60 * (since.total() - since[NATURAL]) / seconds
+        # The clock may be set back.
+        if seconds > 0:
+            point |= grown.rates(seconds)
+            if spent_s:
+                point["agent_share"] = sum(spent_s) / seconds / len(spent_s)
         self.points.append(point)

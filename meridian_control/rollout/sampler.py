@@ -6,26 +6,25 @@ sampler runs on one event loop.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from meridian.v1 import fleet_pb2
 
-from meridian_control.common.histogram import TIME_BOUNDS_S
+from meridian_control.common.histogram import TIME_BUCKETS, time_counts
+from meridian_control.common.previous_look import PreviousLook
 from meridian_control.rollout.state import Measured, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from datetime import datetime
 
     from numpy.typing import NDArray
 
     from meridian_control.rollout.state import Rollout
 
 Engine: TypeAlias = fleet_pb2.Engine
-Key = tuple[str, str]
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
-BUCKETS = len(TIME_BOUNDS_S) + 1
 # Counts of the control group, as `Engine.control_group` names them.
 CONTROL_GROUP = ("shortened", "judged", "harmful", "unjudged")
 ANSWER_KINDS = ("answered_after_", "empty_after_", "long_after_")
@@ -35,9 +34,8 @@ class Sampler:
     """Computes samples from counters, which grow from each engine's connection on, by subtracting the previous look."""
 
     def __init__(self) -> None:
-        # Connection time, applied revision and counters of each engine and incarnation at the previous look.
-        self._seen: dict[Key, tuple[datetime, int, NDArray[np.int64]]] = {}
-        self._looked_at: datetime | None = None
+        # Applied revision and counters of each connection.
+        self._looks: PreviousLook[tuple[int, NDArray[np.int64]]] = PreviousLook()
         # Seconds without a stream of each engine of the group.
         self._gone_s: dict[str, float] = {}
 
@@ -52,17 +50,17 @@ class Sampler:
         connected = [engine for engine in listed if engine.state == CONNECTED]
         candidate = rollout.candidate_revision
         observed = {candidate: _nothing(), rollout.stable_revision: _nothing()}
-        seen = {}
-        for engine in connected:
-            key = (engine.engine_id, engine.incarnation)
-            seen[key] = at = (engine.connect_time.ToDatetime(UTC), engine.acked_revision, _counters(engine))
-            if engine.acked_revision in observed:
-                observed[engine.acked_revision] += self._since(key, *at)
+        seen = [(engine, (engine.acked_revision, _counters(engine))) for engine in connected]
+        for engine, (acked, counters) in seen:
+            before = self._looks.of(engine, (acked, _nothing()))
+            # What an engine counted while it changed its policy belongs to neither.
+            if acked in observed and before is not None and before[0] == acked:
+                observed[acked] += counters - before[1]
+        self._looks.replace(seen, now)
         group = [engine for engine in listed if candidate in (engine.revision, engine.acked_revision)]
         applied = [engine for engine in connected if engine.acked_revision == candidate]
         refused = [engine for engine in group if engine.nack_error]
         waiting = [engine for engine in group if engine.state == CONNECTED and engine.acked_revision != candidate]
-        self._seen, self._looked_at = seen, now
         missing, late = self._gone(group, {engine.engine_id for engine in connected}, lease_s, elapsed_s)
         off = [engine for engine in group if engine.state == CONNECTED and engine.fault]
         return Sample(
@@ -76,17 +74,6 @@ class Sampler:
             nacks=len(refused),
             degraded=late + len(off),
         )
-
-    def _since(self, key: Key, connected_at: datetime, acked: int, counters: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the observations since the previous look at the fleet.
-
-        The result is empty at the first look, and if the engine changed its policy since the previous look.
-        """
-        before = self._seen.get(key)
-        if before is not None and before[0] == connected_at:
-            return counters - before[2] if before[1] == acked else _nothing()
-        new = self._looked_at is not None and connected_at > self._looked_at
-        return counters if new else _nothing()
 
     def _gone(self, group: list[Engine], connected: set[str], lease_s: float, elapsed_s: float) -> tuple[int, int]:
         """Return the numbers of engines in the group without a stream: for less than the lease, and for longer."""
@@ -103,21 +90,16 @@ def _counters(engine: Engine) -> NDArray[np.int64]:
     empty = sum(count for kind, count in answers.items() if kind.startswith("empty_after_"))
     reentries = sum(count for kind, count in answers.items() if kind.startswith("reentry_after_"))
     judged = [engine.control_group.get(name, 0) for name in CONTROL_GROUP]
-    counts = [*_buckets(engine.output_itl), *_buckets(engine.ttot), finished, empty, reentries, *judged]
-    return np.array(counts, np.int64)
-
-
-def _buckets(histogram: fleet_pb2.Histogram) -> Iterable[int]:
-    """Return the histogram's counts, all zero if an engine of another version used other buckets."""
-    return histogram.counts if len(histogram.counts) == BUCKETS else [0] * BUCKETS
+    times = time_counts(engine.output_itl), time_counts(engine.ttot)
+    return np.concatenate((*times, np.array([finished, empty, reentries, *judged], np.int64)))
 
 
 def _nothing() -> NDArray[np.int64]:
-    return np.zeros(2 * BUCKETS + 3 + len(CONTROL_GROUP), np.int64)
+    return np.zeros(2 * TIME_BUCKETS + 3 + len(CONTROL_GROUP), np.int64)
 
 
 def _measured(observed: NDArray[np.int64]) -> Measured:
-    output_itl, ttot, (answers, empty, reentries, *judged) = np.split(observed, (BUCKETS, 2 * BUCKETS))
+    output_itl, ttot, (answers, empty, reentries, *judged) = np.split(observed, (TIME_BUCKETS, 2 * TIME_BUCKETS))
     return Measured(
         output_itl=tuple(output_itl.tolist()),
         ttot=tuple(ttot.tolist()),

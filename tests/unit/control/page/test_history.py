@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from meridian.v1 import fleet_pb2
 
+from meridian_control.common.histogram import TIME_BOUNDS_S, TIME_BUCKETS
 from meridian_control.page.history import PERIOD_S, POINTS, RATES, History
 
 BEGIN = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 
 
-def engine(name: str = "a", ttot: tuple[int, ...] = (), agent_s: float = 0.0, **fields: Any) -> fleet_pb2.Engine:
+def engine(
+    name: str = "a",
+    ttot: dict[float, int] | None = None,
+    agent_s: float = 0.0,
+    since_s: float = -100.0,
+    **fields: Any,
+) -> fleet_pb2.Engine:
+    """Return an engine that has been connected since so many seconds after BEGIN. ttot: number of observations of each
+    time in seconds."""
     found = fleet_pb2.Engine(engine_id=name, **{"state": CONNECTED, **fields})
+    found.connect_time.FromDatetime(BEGIN + timedelta(seconds=since_s))
     found.counters.agent_seconds = agent_s
-    if ttot:
-        found.ttot.CopyFrom(fleet_pb2.Histogram(bounds=[0.01, 0.1, 1.0], counts=ttot, sum=1.0))
+    counts = [0] * TIME_BUCKETS
+    for value, count in (ttot or {}).items():
+        counts[bisect_left(TIME_BOUNDS_S, value)] += count
+    found.ttot.CopyFrom(fleet_pb2.Histogram(bounds=TIME_BOUNDS_S, counts=counts))
     return found
 
 
@@ -32,10 +45,10 @@ def noted(*periods: list[fleet_pb2.Engine]) -> list[dict[str, Any]]:
 def test_a_point_is_about_the_time_since_the_one_before() -> None:
     ends = {"eat": 5, "hard_cap": 1, "natural": 3, "eat_shadowed": 9}
     first, second = noted(
-        [engine(token_events=100, agent_s=1.0, ttot=(5, 0, 0, 0), ends={"eat": 2})],
+        [engine(token_events=100, agent_s=1.0, ttot={0.005: 5}, ends={"eat": 2})],
         [
-            engine(token_events=300, agent_s=1.5, ttot=(5, 98, 2, 0), ends=ends, thinking=3),
-            engine("b", token_events=100, thinking=1, answering=2),
+            engine(token_events=300, agent_s=1.5, ttot={0.005: 5, 0.05: 98, 0.9: 2}, ends=ends, thinking=3),
+            engine("b", token_events=100, thinking=1, answering=2, since_s=5),
         ],
     )
     assert (first["time"], first["saved_ratio"]) == (BEGIN.timestamp(), 0.25)
@@ -44,20 +57,58 @@ def test_a_point_is_about_the_time_since_the_one_before() -> None:
     assert (second["engines"], second["thinking"], second["answering"]) == (2, 4, 2)
     # 300 tokens came, and for 100 of them the delay of an answer was measured.
     assert (second["think_tokens_per_s"], second["answer_tokens_per_s"]) == (20, 10)
-    assert second["agent_share"] == pytest.approx(0.5 / 10 / 2)
+    assert second["agent_share"] == pytest.approx(0.5 / 10), "what the agent of b has spent before is not known"
     assert second["ttot_p99_ms"] == 1000
     assert second["itl_p99_ms"] is None, "no answer had a gap"
     assert second["ends"] == {"EAT": 3, "hard cap": 1, "natural": 3}
     assert (second["natural_per_min"], second["forced_per_min"]) == (18, 24)
 
 
+BEFORE = engine(token_events=100, ttot={0.005: 5}, agent_s=3.0)
+
+
 @pytest.mark.parametrize(
-    "later", [[], [engine(token_events=3, ttot=(1, 0, 0, 0))], [engine(token_events=100, ttot=(1, 0, 0, 0))]]
+    ("later", "tokens", "ttot_ms"),
+    [
+        ([], 0, None),
+        ([BEFORE], 0, None),
+        ([engine(token_events=30, ttot={0.1: 10}, agent_s=4.0, since_s=2)], 30, 100),
+        ([BEFORE, engine("found", token_events=10**6, ttot={0.1: 10})], 0, None),
+        ([engine("b", token_events=30, ttot={0.1: 10}, since_s=2)], 30, 100),
+    ],
+    ids=["gone", "the same", "connected again", "connected long ago", "another"],
 )
-def test_counters_that_begin_again_make_no_value(later: list[fleet_pb2.Engine]) -> None:
-    *_, last = noted([engine(token_events=100, ttot=(5, 0, 0, 0))], later)
-    assert last["ttot_p99_ms"] is None
-    assert last["think_tokens_per_s"] in (None, 0)
+def test_counters_begin_with_each_connection(later: list[fleet_pb2.Engine], tokens: int, ttot_ms: float | None) -> None:
+    _, point = noted([BEFORE], later)
+    assert point["think_tokens_per_s"] + point["answer_tokens_per_s"] == tokens / 10
+    assert point["ttot_p99_ms"] == ttot_ms
+
+
+def test_a_large_fleet_in_which_one_engine_connects_again_in_each_period() -> None:
+    """A stream lasts half an hour, so in a large fleet there is hardly a period in which no counter begins again."""
+    engines, periods, per_s = 200, 60, 40
+
+    def look(number: int) -> list[fleet_pb2.Engine]:
+        listed = []
+        for index in range(engines):
+            # The engine's newest connection began in the middle of a period.
+            since_s = 10 * index - 5 if index <= number else -1000
+            seconds = 10 * number - since_s
+            counts: dict[str, Any] = {
+                "token_events": 2 * per_s * seconds,
+                "ends": {"natural": seconds, "eat": 2 * seconds},
+            }
+            times = {0.01: per_s * seconds - seconds, 0.2: seconds}
+            listed.append(engine(f"e{index}", times, since_s=since_s, **counts))
+        return listed
+
+    _, *points = noted(*map(look, range(periods)))
+    for point in points:
+        assert point["think_tokens_per_s"] == pytest.approx(engines * per_s, rel=0.02)
+        assert point["answer_tokens_per_s"] == pytest.approx(engines * per_s, rel=0.02)
+        assert point["natural_per_min"] == pytest.approx(engines * 60, rel=0.02)
+        assert point["forced_per_min"] == pytest.approx(engines * 120, rel=0.02)
+        assert point["ttot_p99_ms"] == 200
 
 
 def test_freezes_and_revisions_are_noted() -> None:
