@@ -116,11 +116,16 @@ class Comparisons(FleetPart):
     async def point(self) -> dict[str, float]:
         """Return saving and harm under the rules in force, and the thinking tokens that the requests since the point
         before saved per second, by the mean over all treated requests."""
-        counted = (await self.savings(fleet_pb2.GetSavingsRequest())).savings
-        row = next((row for row in counted if row.in_force), fleet_pb2.Savings())
+        answer = await self.savings(fleet_pb2.GetSavingsRequest())
+        row = next((row for row in answer.savings if row.in_force), fleet_pb2.Savings())
         (rules, requests, since_s), now_s = self._before, self.fleet.clock().timestamp()
-        self._before = row.rules, row.treated.requests, now_s
         point = shown.point(row)
-        if row.HasField("saved_tokens") and rules == row.rules and now_s > since_s:
+        # What a replica has counted that does not answer would be missing here, and too much in the next point.
+        if answer.unreachable_replicas:
+            return point
+        self._before = row.rules, row.treated.requests, now_s
+        # A replica that has ended has taken its counts with it.
+        grows = now_s > since_s and row.treated.requests >= requests
+        if row.HasField("saved_tokens") and rules == row.rules and grows:
             point["saved_tokens_per_s"] = (row.treated.requests - requests) * row.saved_tokens.value / (now_s - since_s)
         return point

@@ -325,3 +325,25 @@ async def test_counts_of_two_replicas_add_up_to_a_withdrawal(control: Control) -
     assert (guard.newest.savings[0].judged, guard.newest.savings[0].harmful) == (16, 4)
     assert control.fleet.policy is not None
     assert control.fleet.policy.author == WITHDRAWER
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_a_replica_that_does_not_answer_takes_no_saved_tokens_back(control: Control) -> None:
+    """The requests that it has counted are missing, and come back with its next answer."""
+    stored = await control.set_policy(RULES)
+    other, silent = Replica("other", control.target), list[str]()
+    peers = Peers(lambda: [] if silent else [other], ClientCredentials(), lambda: silent)
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
+    fleet.set_policy(stored)
+    for parts in (fleet, control.fleet):
+        counts = parts.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy).counts
+        for arm, tokens in ((counts.treated, 50), (counts.control, 100)):
+            arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
+    part = fleet.part(Comparisons)
+    part.attach(Beside("leads", peers, lambda: True, control.parts.rollouts, control.store.database, utc_now))
+    saved = []
+    for ids in ([], [], ["other"], []):
+        silent[:] = ids
+        saved.append((await part.point()).get("saved_tokens_per_s"))
+    await peers.close()
+    assert saved == [None, 0, None, 0]
