@@ -44,10 +44,8 @@ from meridian_control.cli.tables import (
     self_calibration_lines,
     self_calibration_table,
 )
-from meridian_control.common.decision_words import decision_text, event_text, outcome_text, why
+from meridian_control.common.decision_words import KINDS, decision_text, event_text, outcome_text, why
 from meridian_control.common.look import percent, phase_text
-
-KINDS = ("cap", "force", "hand_over", "preempt", "probe", "tier")
 
 
 def explain(

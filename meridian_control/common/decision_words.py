@@ -12,7 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from meridian_control.common.enum_names import outcome_name
+from meridian_control.common.enum_names import REASONS, outcome_name
 from meridian_control.common.look import phase_text
 
 if TYPE_CHECKING:
@@ -54,6 +54,10 @@ DECISIONS = {
     ("tier", "reusable"): "KV blocks reused as in stock vLLM",
     ("tier", "unreachable"): "KV blocks reused first",
 }
+# The kinds and the reasons of logged decisions that this version knows.
+KINDS = ("cap", "force", "hand_over", "preempt", "probe", "tier")
+DECISION_REASONS = {*(reason for _, reason in DECISIONS), *REASONS.values(), "no_place", "no_kv_blocks"}
+DECISION_REASONS -= {"unspecified", "extension"}
 OUTCOMES = {
     "agent_off": "agent off",
     "ended_naturally": "the model ended it first",

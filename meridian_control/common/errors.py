@@ -109,6 +109,10 @@ class InvalidRequest(MeridianError, code="invalid_request", status=StatusCode.IN
         super().__init__(f"{field} {message}")
         self.violation = Violation(field, message)
 
+    @staticmethod
+    def unknown_name(field: str, name: str, known: Iterable[str]) -> "InvalidRequest":
+        return InvalidRequest(field, f'must be one of {", ".join(sorted(known))}; got "{name}"')
+
     def violations(self) -> tuple[Violation, ...]:
         return (self.violation,)
 

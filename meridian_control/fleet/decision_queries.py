@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common import paging
-from meridian_control.common.errors import NotFound
+from meridian_control.common.decision_words import DECISION_REASONS, KINDS
+from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.fleet.peers import CALL_TIMEOUT_S, local
 from meridian_control.journal.messages import (
     MAX_SIBLINGS,
@@ -106,7 +107,17 @@ async def _ask_others(
 
 
 async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
-    """Return a page of the decisions of all replicas, newest first. Raises InvalidRequest."""
+    """Return a page of the decisions of all replicas, newest first. Raises InvalidRequest, also if no decision has the
+    wanted kind or reason and this version does not know it: a capability or a newer replica may have others."""
+    answer = await _decisions(whole, request)
+    if not (answer.decisions or request.local_only or request.page_token):
+        for field, name, known in (("kind", request.kind, KINDS), ("reason", request.reason, DECISION_REASONS)):
+            if name and name not in known:
+                raise InvalidRequest.unknown_name(field, name, known)
+    return answer
+
+
+async def _decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
     limit, _ = paging.checked(request.page_size, request.page_token, MAX_TOKEN)
     here = list_decisions(whole.fleet.decisions, request)
     if whole.peers is None or request.local_only:

@@ -45,6 +45,7 @@ REFUSALS_PER_S, REFUSALS_BURST = 5.0, 100
 PRUNE_EVERY = 500
 REFUSED = ("UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
 MAX_ERROR_CHARS = 300
+PACKAGE = "meridian.v1."
 # Fields of a record that its message has as they are.
 SHOWN = (
     *("id", "principal", "role", "peer", "method", "request_id", "reason"),
@@ -164,10 +165,9 @@ def wanted(
 ) -> list[ColumnElement[bool]]:
     """Return the conditions for `AuditLog.list`; an empty argument gives no condition."""
     columns = _records.c
-    method = method if "." in method or not method else f"meridian.v1.{method}"
     pairs = (
         (columns.principal, principal),
-        (columns.method, method),
+        (columns.method, method and full_name(method)),
         (columns.outcome, outcome),
         (columns.request_id, request_id),
     )
@@ -177,6 +177,11 @@ def wanted(
     if until is not None:
         conditions.append(columns.time < until.astimezone(UTC))
     return conditions
+
+
+def full_name(method: str) -> str:
+    """Return a method's name with its package, which callers may leave out."""
+    return method if "." in method else f"{PACKAGE}{method}"
 
 
 def _first_id(time: datetime) -> int:

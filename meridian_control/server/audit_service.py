@@ -5,11 +5,13 @@ from __future__ import annotations
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
+from grpc import StatusCode
 from meridian.v1 import audit_pb2, audit_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.paging import checked
-from meridian_control.server.audit_log import wanted
+from meridian_control.server.audit_log import PACKAGE, full_name, wanted
+from meridian_control.server.roles import RULES
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -31,6 +33,8 @@ class AuditService(audit_pb2_grpc.AuditServiceServicer):
         self, request: audit_pb2.ListAuditRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> audit_pb2.ListAuditResponse:
         limit, before = checked(request.page_size, request.page_token, MAX_ID)
+        if request.outcome and request.outcome not in StatusCode.__members__:
+            raise InvalidRequest.unknown_name("outcome", request.outcome, StatusCode.__members__)
         conditions = wanted(
             principal=request.principal,
             method=request.method,
@@ -40,6 +44,10 @@ class AuditService(audit_pb2_grpc.AuditServiceServicer):
             until=_time(request, "until"),
         )
         records = await self._audit.list(limit + 1, before, conditions)
+        # Another version may have recorded methods that this one does not know.
+        if request.method and not records and not request.page_token and full_name(request.method) not in RULES:
+            methods = (method.removeprefix(PACKAGE) for method in RULES if method.startswith(PACKAGE))
+            raise InvalidRequest.unknown_name("method", request.method, methods)
         page = records[:limit]
         token = str(page[-1].id) if len(records) > limit else ""
         return audit_pb2.ListAuditResponse(records=page, next_page_token=token)

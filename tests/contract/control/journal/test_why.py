@@ -112,6 +112,11 @@ async def test_decisions_are_listed_newest_first(control: Control) -> None:
         shown = (await ctl(control, "decisions", "--request", "a", "--reason", "hard_cap", "-o", "wide")).stdout
         assert "cap 600 (scheduler.max_think_tokens)" in shown
         assert shown.split()[-2:] == ["cap", "hard_cap"]
+        assert (await ctl(control, "decisions", "--reason", "rank")).stdout == "no decision matches\n"
+        unknown = await ctl(control, "decisions", "--reason", "hardcap")
+        assert (unknown.exit_code, unknown.stdout) == (INVALID, "")
+        assert unknown.stderr.startswith("reason must be one of answer_reserve, budget, eat, ")
+        assert unknown.stderr.endswith('; got "hardcap"\n')
         async with calling(control.target) as clients:
             code, _ = await refusal(clients.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(page_size=-1)))
     assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -346,6 +346,16 @@ async def test_meridianctl(tmp_path: Path) -> None:
             applied.stdout.split()[-1],
         )
         assert not json.loads((await ctl(secured, "admin", "audit", "--until", "2026-01-01", "-o", "json")).stdout)
+        for option, name, known in (
+            ("outcome", "permission_denied", "ABORTED, ALREADY_EXISTS, CANCELLED, "),
+            ("method", "UpdatePolicy", "AgentService/Connect, AuditService/ListAudit, FleetService/EndThinking, "),
+        ):
+            unknown = await ctl(secured, "admin", "audit", f"--{option}", name)
+            assert (unknown.exit_code, unknown.stdout) == (2, "")
+            assert unknown.stderr.startswith(f"{option} must be one of {known}")
+            assert unknown.stderr.endswith(f'; got "{name}"\n')
+        none = await ctl(secured, "admin", "audit", "--method", "FreezeService/Thaw", "--outcome", "ABORTED")
+        assert (none.exit_code, none.stdout) == (0, "no recorded call matches\n")
         nothing = await ctl(secured, "admin", "--server", secured.target, "engines")
         assert (nothing.exit_code, nothing.stderr[:12]) == (3, "UNAVAILABLE:")
         missing = await ctl(secured, "admin", "--ca", str(tmp_path / "no.pem"), "engines")

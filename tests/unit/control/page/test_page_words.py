@@ -7,8 +7,20 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.common.decision_words import ENDS, decision_text, outcome_text, short, spelled, why
+from meridian_control.capabilities.handover import rule as handover
+from meridian_control.capabilities.preemption import rule as preemption
+from meridian_control.common.decision_words import (
+    DECISION_REASONS,
+    ENDS,
+    decision_text,
+    outcome_text,
+    short,
+    spelled,
+    why,
+)
 from meridian_control.common.enum_names import OUTCOMES, REASONS
+from meridian_control.engine.part import UNREAD_PROBE
+from meridian_control.journal.records import OWN_CAPS
 from meridian_control.page.words import counts_text, end_row, event_row
 
 
@@ -53,6 +65,12 @@ def test_every_reason_and_outcome_of_the_protocol_has_words() -> None:
     texts = {outcome_text("cap", number) for number in OUTCOMES}
     assert texts >= {"applied", "open", "in shadow", "refused by the engine", "the model ended it first"}
     assert "_" not in "".join(texts)
+
+
+def test_the_reasons_of_capabilities_are_known() -> None:
+    ours = {preemption.NO_PLACE, preemption.NO_KV_BLOCKS, UNREAD_PROBE, *OWN_CAPS, "budget", "pressure", "eat"}
+    moves = {handover.KV_PRESSURE, handover.PREEMPTED_ANSWERS, handover.STEP_GAIN, handover.TAKEN_BACK}
+    assert ours | moves < DECISION_REASONS
 
 
 def test_an_outcome_is_said_as_its_kind_of_decision_means_it() -> None:
