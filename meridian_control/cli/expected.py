@@ -11,8 +11,10 @@ from typing import Annotated
 import typer
 from meridian.v1 import fleet_pb2
 
-from meridian_control.cli.console import Client, pages, unreachable_lines
+from meridian_control.cli.console import FAILED, Client, fail, pages, unreachable_lines
 
+# Number of engines that an error names at most.
+MAX_NAMED = 20
 NONE_CONNECTED = "no engine is connected"
 NO_ENGINE = f"{NONE_CONNECTED}; an engine connects with MERIDIAN_CONTROL=HOST:PORT in its environment"
 
@@ -56,6 +58,27 @@ class Expected:
 
 def connected(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
     return [engine for engine in engines if engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
+
+
+def check_known(client: Client, engine_id: str) -> None:
+    """Exit if no engine with this id is known."""
+    engines, unreachable = all_engines(client)
+    of_engine(engines, engine_id, unreachable)
+
+
+def of_engine(
+    engines: Iterable[fleet_pb2.Engine], engine_id: str, unreachable: Iterable[str] = ()
+) -> list[fleet_pb2.Engine]:
+    """Return the engines with this id, or all for an empty id. Exit if no engine is known by it, as one is for ten
+    minutes after its stream has ended. unreachable: ids of the replicas whose engines are not known."""
+    listed = list(engines)
+    found = [engine for engine in listed if engine_id in ("", engine.engine_id)]
+    if engine_id and not found:
+        ids = sorted({engine.engine_id for engine in listed})
+        more = f", and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
+        known = f"known engines are {', '.join(ids[:MAX_NAMED])}{more}" if ids else "none is"
+        fail(FAILED, f'--engine: no engine "{engine_id}" is known; {known}', *unreachable_lines(unreachable))
+    return found
 
 
 def same_names(engines: Iterable[fleet_pb2.Engine]) -> list[str]:

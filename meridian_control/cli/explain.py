@@ -34,7 +34,7 @@ from meridian_control.cli.console import (
     stamp_text,
     warn_unreachable,
 )
-from meridian_control.cli.expected import all_engines
+from meridian_control.cli.expected import all_engines, check_known, of_engine
 from meridian_control.cli.tables import (
     ends_table,
     handover_table,
@@ -114,6 +114,8 @@ def decisions(
             unreachable |= set(page.unreachable_replicas)
             if len(logged) >= limit or (since and logged and logged[-1].time.ToDatetime(UTC) < since):
                 break
+        if engine and not logged:
+            check_known(client, engine)
     logged = [d for d in logged if since is None or d.time.ToDatetime(UTC) >= since][:limit]
     wide = output is Output.wide
     more = ("kind", "reason") if wide else ()
@@ -136,7 +138,7 @@ def shadow(
     with connect(context) as client:
         listed, unreachable = all_engines(client)
     warn_unreachable(unreachable)
-    engines = [e for e in listed if engine in ("", e.engine_id)]
+    engines = of_engine(listed, engine)
     if not output.is_table:
         shadow_rows = [{"engine_id": e.engine_id, **as_dict(row)} for e in engines for row in e.shadow]
         moved = [e for e in engines if e.HasField("shadow_handovers")]

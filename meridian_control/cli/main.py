@@ -52,7 +52,9 @@ from meridian_control.cli.expected import (
     Expected,
     LeastEngines,
     all_engines,
+    check_known,
     connected,
+    of_engine,
     same_names,
 )
 from meridian_control.cli.explain import decisions, explain, savings, shadow
@@ -226,6 +228,8 @@ def requests(
         with connect(context) as client:
             asked = fleet_pb2.ListRequestsRequest(engine_id=engine)
             answers = list(pages(client.fleet.ListRequests, asked))
+            if engine and not any(page.requests for page in answers):
+                check_known(client, engine)
         live_requests = [live for page in answers for live in page.requests if is_meant(live)]
         shown = request_table(live_requests, wide=output is Output.wide)
         is_filtered = engine or request_id or model or tenant
@@ -254,7 +258,7 @@ def pressure(
     with connect(context) as client:
         listed, unreachable = all_engines(client)
     warn_unreachable(unreachable)
-    rows = [e for e in connected(listed) if engine in ("", e.engine_id)]
+    rows = connected(of_engine(listed, engine))
     if output.is_table:
         shown = pressure_table(rows)
         if shown.row_count:

@@ -125,6 +125,22 @@ async def test_what_is_empty_says_so(control: Control) -> None:
         assert (await control(command)).stdout == f"{line}\n"
 
 
+@pytest.mark.parametrize("command", ["requests", "shadow", "pressure"])
+async def test_an_engine_that_is_not_known(control: Control, command: str) -> None:
+    """Otherwise a wrong name would look like an engine of which there is nothing to say."""
+    missing = await control(command, "--engine", "c")
+    assert (missing.exit_code, missing.stdout) == (FAILED, "")
+    assert missing.stderr == '--engine: no engine "c" is known; none is\n'
+    control.fleet.engines = [engine("b", 1), engine("a", 1, state=0)]
+    missing = await control(command, "--engine", "c", "-o", "json")
+    assert (missing.exit_code, missing.stdout) == (FAILED, "")
+    assert missing.stderr == '--engine: no engine "c" is known; known engines are a, b\n'
+    for name in "ab":
+        assert (await control(command, "--engine", name)).exit_code == OK
+    control.fleet.engines = [engine(f"e{number:02}", 1) for number in range(30)]
+    assert (await control(command, "--engine", "c")).stderr.endswith(" e18, e19, and 10 more\n")
+
+
 async def test_top_without_a_terminal(control: Control) -> None:
     control.fleet.engines = [engine("engine-7", 1)]
     piped = await control("top")

@@ -113,6 +113,10 @@ async def test_decisions_are_listed_newest_first(control: Control) -> None:
         assert "cap 600 (scheduler.max_think_tokens)" in shown
         assert shown.split()[-2:] == ["cap", "hard_cap"]
         assert (await ctl(control, "decisions", "--reason", "rank")).stdout == "no decision matches\n"
+        assert (await ctl(control, "decisions", "--engine", "engine", "--reason", "eat")).exit_code == OK
+        nowhere = await ctl(control, "decisions", "--engine", "b")
+        assert (nowhere.exit_code, nowhere.stdout) == (FAILED, "")
+        assert nowhere.stderr == '--engine: no engine "b" is known; known engines are engine\n'
         unknown = await ctl(control, "decisions", "--reason", "hardcap")
         assert (unknown.exit_code, unknown.stdout) == (INVALID, "")
         assert unknown.stderr.startswith("reason must be one of answer_reserve, budget, eat, ")
