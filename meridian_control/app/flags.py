@@ -6,6 +6,7 @@ The module reads TLS files and does no other I/O, and does not know the services
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -39,6 +40,17 @@ def file(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return Path(text)
+
+
+def share(text: str) -> float:
+    """Return a share in a flag. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1; got {text!r}")
+    return value
 
 
 def page_link(text: str) -> tuple[str, str]:
@@ -205,7 +217,7 @@ def _add_records(p: argparse.ArgumentParser) -> None:
         help="gRPC endpoint that gets requests as OpenTelemetry traces; default: none",
     )
     group.add_argument(
-        "--trace-ratio", type=float, default=0.01, help="share of the requests without a trace context that are traced"
+        "--trace-ratio", type=share, default=0.01, help="share of the requests without a trace context that are traced"
     )
     for flag in ("--otlp-metrics-endpoint", "--otlp-metrics-interval"):
         group.add_argument(flag, action=Removed, help=argparse.SUPPRESS)

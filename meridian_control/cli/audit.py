@@ -16,6 +16,7 @@ from meridian_control.cli.console import (
     first,
     moment,
     new_table,
+    not_empty,
     show,
     stamp_text,
 )
@@ -28,10 +29,14 @@ Until = Annotated[
 def audit(
     context: typer.Context,
     *,
-    principal: Annotated[str, typer.Option(help="Show only calls of this principal.")] = "",
-    method: Annotated[str, typer.Option(help="Show only calls of a method, as in PolicyService/UpdatePolicy.")] = "",
-    outcome: Annotated[str, typer.Option(help="Show only calls with a status, as in PERMISSION_DENIED.")] = "",
-    request_id: Annotated[str, typer.Option(help="Show only calls with this request id.")] = "",
+    principal: Annotated[str, typer.Option(help="Show only calls of this principal.", callback=not_empty)] = "",
+    method: Annotated[
+        str, typer.Option(help="Show only calls of a method, as in PolicyService/UpdatePolicy.", callback=not_empty)
+    ] = "",
+    outcome: Annotated[
+        str, typer.Option(help="Show only calls with a status, as in PERMISSION_DENIED.", callback=not_empty)
+    ] = "",
+    request_id: Annotated[str, typer.Option(help="Show only calls with this request id.", callback=not_empty)] = "",
     since: SinceOption = None,
     until: Until = None,
     limit: Annotated[int, typer.Option(min=1, help="Show at most this many calls.")] = 50,

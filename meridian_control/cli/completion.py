@@ -12,7 +12,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 from pydantic import BaseModel
 
 from meridian_control.cli import contexts
-from meridian_control.cli.console import Client, Target, id_number
+from meridian_control.cli.console import Client, Target, id_number, not_empty
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.environment import BadVariable
 from meridian_control.offline.trace_file import FileError
@@ -65,8 +65,10 @@ def revision(of: Callable[..., Any], metavar: str, text: str, default: str | boo
 
 
 # Options of the commands that show one engine, or the requests of one.
-OnlyEngine = Annotated[str, typer.Option(help="Show only this engine.", autocompletion=engine_ids)]
-OnlyOfEngine = Annotated[str, typer.Option(help="Show only requests of this engine.", autocompletion=engine_ids)]
+OnlyEngine = Annotated[str, typer.Option(help="Show only this engine.", autocompletion=engine_ids, callback=not_empty)]
+OnlyOfEngine = Annotated[
+    str, typer.Option(help="Show only requests of this engine.", autocompletion=engine_ids, callback=not_empty)
+]
 
 
 def _starting(incomplete: str, names: Iterable[str]) -> list[str]:

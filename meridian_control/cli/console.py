@@ -378,6 +378,24 @@ def id_number(text: str | int) -> int:
     return int(text)
 
 
+def one_id(text: str | int) -> int:
+    """Return the number of one freeze or rollout. A 0 is refused, which in a call stands for all, or for the newest.
+    Raises typer.BadParameter."""
+    number = id_number(text)
+    if isinstance(text, str) and not number:
+        raise typer.BadParameter(f"must be at least 1; got {text!r}")
+    return number
+
+
+def not_empty(context: typer.Context, option: typer.CallbackParam, value: str) -> str:
+    """Refuse an empty text on the command line, as of a variable that is not set, for an option whose absence stands
+    for everything. Raises typer.BadParameter."""
+    source = context.get_parameter_source(option.name or "")
+    if value == "" and source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter("must not be empty; leave the option out instead")
+    return value
+
+
 def duration_s(text: str) -> int:
     """Return the seconds of a duration such as `30s`, `10m`, `2h` or `1d`. Raises typer.BadParameter."""
     number, unit = text[:-1], text[-1:]

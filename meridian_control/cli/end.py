@@ -18,6 +18,7 @@ from meridian_control.cli.console import (
     as_dict,
     connect,
     fail,
+    not_empty,
     say,
     show_value,
 )
@@ -51,7 +52,8 @@ def end(
     *,
     reason: Annotated[str, typer.Option(help="Reason, stored in the audit record and in the decision log.")] = "",
     engine: Annotated[
-        str, typer.Option(help="Look only at the requests of this engine.", autocompletion=engine_ids)
+        str,
+        typer.Option(help="Look only at the requests of this engine.", autocompletion=engine_ids, callback=not_empty),
     ] = "",
     wait: Annotated[float, typer.Option(min=0, max=5, help="Seconds to wait for the outcome.")] = 2.0,
     output: OutputOption = Output.table,

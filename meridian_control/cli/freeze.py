@@ -23,8 +23,9 @@ from meridian_control.cli.console import (
     connect,
     duration_s,
     fail,
-    id_number,
     new_table,
+    not_empty,
+    one_id,
     pages,
     say,
     show,
@@ -50,7 +51,7 @@ def freeze(
     *,
     reason: Annotated[str, typer.Option(help="Reason, stored with the freeze and written to the engines' logs.")],
     engine: Annotated[list[str] | None, typer.Option(help="Glob of engine ids to freeze; may be repeated.")] = None,
-    model: Annotated[str, typer.Option(help="Glob of models whose engines to freeze.")] = "",
+    model: Annotated[str, typer.Option(help="Glob of models whose engines to freeze.", callback=not_empty)] = "",
     label: Annotated[
         list[str] | None, typer.Option(help="Label of engines to freeze, KEY=VALUE; may be repeated.")
     ] = None,
@@ -137,7 +138,7 @@ def thaw(
     context: typer.Context,
     freeze_id: Annotated[
         int,
-        typer.Argument(parser=id_number, metavar="FREEZE", help="Number of the freeze.", show_default="all freezes"),
+        typer.Argument(parser=one_id, metavar="FREEZE", help="Number of the freeze.", show_default="all freezes"),
     ] = 0,
 ) -> None:
     """End one freeze, or all freezes, before the time limit, and print the ended freezes."""

@@ -35,6 +35,7 @@ from meridian_control.cli.console import (
     console,
     fail,
     new_table,
+    not_empty,
     pages,
     reported,
     say,
@@ -80,9 +81,12 @@ from meridian_control.journal.request_ids import is_called
 POLL_INTERVAL_S = 0.3
 
 EngineGlob = Annotated[
-    str, typer.Option(help="Glob of the engine ids to show.", show_default="all", autocompletion=engine_ids)
+    str,
+    typer.Option(
+        help="Glob of the engine ids to show.", show_default="all", autocompletion=engine_ids, callback=not_empty
+    ),
 ]
-ModelGlob = Annotated[str, typer.Option(help="Glob of the models to show.", show_default="all")]
+ModelGlob = Annotated[str, typer.Option(help="Glob of the models to show.", show_default="all", callback=not_empty)]
 
 HELP = """Read and change Meridian's policy, show engines, requests and decisions, end the thinking of a
 request, and record and replay traces.
@@ -211,10 +215,17 @@ def requests(
     *,
     engine: OnlyOfEngine = "",
     request_id: Annotated[
-        str, typer.Option("--request", help="Show only the request with this id, as the engine or the client has it.")
+        str,
+        typer.Option(
+            "--request",
+            help="Show only the request with this id, as the engine or the client has it.",
+            callback=not_empty,
+        ),
     ] = "",
     model: ModelGlob = "",
-    tenant: Annotated[str, typer.Option(help="Glob of the tenants whose requests to show.", show_default="all")] = "",
+    tenant: Annotated[
+        str, typer.Option(help="Glob of the tenants whose requests to show.", show_default="all", callback=not_empty)
+    ] = "",
     output: OutputOption = Output.table,
     watch: WatchOption = False,
 ) -> None:

@@ -30,6 +30,7 @@ from meridian_control.cli.console import (
     fail,
     first,
     new_table,
+    not_empty,
     reported,
     say,
     say_document,
@@ -230,9 +231,16 @@ def policy_explain(
     effort: Annotated[str, typer.Option(help="Effort level of the request.")] = "",
     label: Annotated[list[str] | None, typer.Option(help="Label of the engine, NAME=VALUE; may be repeated.")] = None,
     engine: Annotated[
-        str, typer.Option(help="Connected engine that gives the values not given above.", autocompletion=engine_ids)
+        str,
+        typer.Option(
+            help="Connected engine that gives the values not given above.",
+            autocompletion=engine_ids,
+            callback=not_empty,
+        ),
     ] = "",
-    request: Annotated[str, typer.Option(help="Live request that gives the values not given above.")] = "",
+    request: Annotated[
+        str, typer.Option(help="Live request that gives the values not given above.", callback=not_empty)
+    ] = "",
     revision: Revision = 0,
     output: OutputOption = Output.table,
 ) -> None:

@@ -27,8 +27,8 @@ from meridian_control.cli.console import (
     console,
     fail,
     first,
-    id_number,
     new_table,
+    one_id,
     say,
     show,
     show_value,
@@ -52,7 +52,7 @@ rollout_app = typer.Typer(
 Rollout = Annotated[
     int,
     typer.Argument(
-        parser=id_number,
+        parser=one_id,
         metavar="ROLLOUT",
         help="Number of the rollout.",
         show_default="the active one, or else the newest",
@@ -60,7 +60,7 @@ Rollout = Annotated[
 ]
 Active = Annotated[
     int,
-    typer.Argument(parser=id_number, metavar="ROLLOUT", help="Number of the rollout.", show_default="the active one"),
+    typer.Argument(parser=one_id, metavar="ROLLOUT", help="Number of the rollout.", show_default="the active one"),
 ]
 Reason = Annotated[str, typer.Option(help="Reason, stored with the rollout.")]
 Etag = Annotated[str, typer.Option(help="Etag that the rollout must have.", show_default="any")]

@@ -23,6 +23,7 @@ from meridian_control.cli.console import (
     console,
     fail,
     new_table,
+    not_empty,
     reported,
     say,
     show_value,
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 def record(
     context: typer.Context,
     out: Annotated[Path, typer.Argument(metavar="TRACE", help="Trace file to write; must not exist yet.")],
-    engine: Annotated[str, typer.Option(help="Record only this engine.", autocompletion=engine_ids)] = "",
+    engine: Annotated[
+        str, typer.Option(help="Record only this engine.", autocompletion=engine_ids, callback=not_empty)
+    ] = "",
     duration: Annotated[float, typer.Option(min=0, help="Seconds to record; 0 for until Ctrl-C.")] = 0.0,
     requests: Annotated[int, typer.Option(min=0, help="Number of finished requests to record; 0 for no limit.")] = 0,
 ) -> None:
@@ -95,7 +98,7 @@ def calibrate(
             min=1, max=10**6, help="Tokens from a sentence end to the end forced there, unless its probe is held."
         ),
     ] = 2,
-    model: Annotated[str, typer.Option(help="Use only requests of this model.")] = "",
+    model: Annotated[str, typer.Option(help="Use only requests of this model.", callback=not_empty)] = "",
     base: Annotated[
         Path | None, typer.Option(help="Policy file for all other fields.", show_default="the trace's policy")
     ] = None,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,27 @@ async def test_an_engine_that_is_not_known(control: Control, command: str) -> No
         assert (await control(command, "--engine", name)).exit_code == OK
     control.fleet.engines = [engine(f"e{number:02}", 1) for number in range(30)]
     assert (await control(command, "--engine", "c")).stderr.endswith(" e18, e19, and 10 more\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        *(
+            (f"{words} ''", "must not be empty; leave the option out instead")
+            for words in (
+                *("freeze --for 1m --reason x --model", "end r --engine", "record never.trace --engine"),
+                *("engines --model", "engines --engine", "requests --tenant", "requests --request", "shadow --engine"),
+                *("decisions --engine", "decisions --reason", "audit --principal", "policy explain --engine"),
+            )
+        ),
+        *((f"{words} 0", "must be at least 1; got '0'") for words in ("thaw", "rollout abort", "rollout status")),
+    ],
+)
+async def test_a_value_that_would_stand_for_everything_is_refused(control: Control, words: str, complaint: str) -> None:
+    """A variable of a shell that is not set must not freeze or thaw all engines."""
+    refused = await control(*shlex.split(words))
+    assert (refused.exit_code, refused.stdout) == (INVALID, "")
+    assert complaint in " ".join(refused.stderr.replace("│", " ").split())
 
 
 async def test_top_without_a_terminal(control: Control) -> None:

@@ -52,6 +52,14 @@ def test_removed_flags_name_what_to_use_instead(flags: list[str], capsys: pytest
     assert "is gone: let the OpenTelemetry collector scrape /metrics" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ratio", ["nan", "2", "-0.1", "all"])
+def test_a_share_is_from_0_to_1(ratio: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args([f"--trace-ratio={ratio}"])
+    assert f"--trace-ratio: must be from 0 to 1; got '{ratio}'" in capsys.readouterr().err
+    assert parser().parse_args(["--trace-ratio=1"]).trace_ratio == 1
+
+
 def test_links_on_the_page_have_names() -> None:
     flags = ["--page-link", "Grafana=https://grafana.example/d/x?a=1", "--page-link=Our guide = http://[::1]:8080/a"]
     links = {"Grafana": "https://grafana.example/d/x?a=1", "Our guide": "http://[::1]:8080/a"}
