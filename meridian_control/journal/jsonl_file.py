@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from contextlib import contextmanager
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from queue import Full, Queue
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf import json_format
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_BYTES, OLD_FILES = 64 << 20, 4
 # Largest number of decisions that wait to be written.
 WAITING = 10_000
+# Seconds for which nothing more is logged about decisions that are missing in the file.
+LOG_EVERY_S = 60.0
 
 
 @contextmanager
@@ -97,8 +101,23 @@ class _Listener(QueueListener):
         self.queue.put(self._sentinel)  # type: ignore[attr-defined]
 
 
+class _Losses:
+    """Counts the decisions that are missing in the file, and logs them at most once in LOG_EVERY_S."""
+
+    def __init__(self) -> None:
+        self._count, self._logged_at = 0, -math.inf
+
+    def add(self, level: int, text: str, *, exc_info: bool = False) -> None:
+        self._count += 1
+        if (now := monotonic()) - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            logger.log(level, "%s; missing so far: %d", text, self._count, exc_info=exc_info)
+
+
 class _Queue(QueueHandler):
-    full = False
+    def __init__(self, queue: Queue[Any]) -> None:
+        super().__init__(queue)
+        self._losses = _Losses()
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         return record
@@ -106,20 +125,19 @@ class _Queue(QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
         try:
             self.queue.put_nowait(record)
-            self.full = False
         except Full:
-            if not self.full:
-                logger.warning("the decision log file is written too slowly, and decisions are left out of the file")
-            self.full = True
+            text = "the decision log file is written too slowly, and decisions are left out of the file"
+            self._losses.add(logging.WARNING, text)
 
 
 class _File(RotatingFileHandler):
-    failed = False
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, **options)
+        self._losses = _Losses()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        if not self.failed:
-            logger.exception("%s: decisions cannot be written to this file", self.baseFilename)
-        self.failed = True
+        text = f"{self.baseFilename}: decisions cannot be written to this file"
+        self._losses.add(logging.ERROR, text, exc_info=True)
 
 
 class _Lines(logging.Formatter):

@@ -4,7 +4,9 @@ its log."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import logging
 import os
 import pty
 import signal
@@ -36,7 +38,6 @@ from tests.processes import MERIDIANCTL
 from tests.unit.sessions import EARLY, stream
 
 if TYPE_CHECKING:
-    import logging
     from pathlib import Path
 
     from meridian_control.journal.records import Decision
@@ -246,16 +247,33 @@ def test_the_file_is_rotated_by_size_and_old_ones_go(tmp_path: Path) -> None:
     assert json.loads(path.read_text().splitlines()[-1])["decision_id"] == str(decisions[-1].decision_id)
 
 
-def test_what_cannot_be_written_is_left_out_and_said_once(
+def test_what_cannot_be_written_is_left_out_and_said_once_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decisions = logged(20)
-    with files.decision_file(tmp_path / "d.jsonl") as write:
-        assert write is not None
-        monkeypatch.setattr(files._Lines, "format", lambda *_: 1 / 0)
+    """The disk is full, has room again after half a minute, and is full once more."""
+    decisions, line = logged(20), files._Lines.format
+    disk: dict[str, float] = {}
+
+    def formatted(self: files._Lines, record: logging.LogRecord) -> str:
+        if disk["is_full"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return line(self, record)
+
+    monkeypatch.setattr(files._Lines, "format", formatted)
+    monkeypatch.setattr(files, "monotonic", lambda: disk["now_s"])
+    handler = files._File(tmp_path / "d.jsonl")
+    handler.setFormatter(files._Lines())
+    for is_full, now_s in ((True, 0.0), (False, 30.0), (True, 59.0), (True, 3600.0)):
+        disk.update(is_full=is_full, now_s=now_s)
         for made in decisions:
-            write(made)
-    assert caplog.text.count("decisions cannot be written") == 1
+            handler.handle(logging.makeLogRecord({"msg": made}))
+    handler.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition("d.jsonl")[2] for text in said] == [
+        ": decisions cannot be written to this file; missing so far: 1",
+        f": decisions cannot be written to this file; missing so far: {2 * len(decisions) + 1}",
+    ]
+    assert len((tmp_path / "d.jsonl").read_text().splitlines()) == len(decisions)
     caplog.clear()
     monkeypatch.setattr(files, "WAITING", 1)
     monkeypatch.setattr(QueueListener, "start", lambda _: None)
