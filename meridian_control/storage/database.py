@@ -180,7 +180,8 @@ class Database:
                         async for _ in changes:
                             for follower in self._followers:
                                 follower.set()
-            except StoreUnavailable as error:
+            except Exception as error:
+                # Nobody awaits this task before its end, so any other error would end it in silence.
                 _complain(error)
             await asyncio.sleep(RETRY_S)
 
@@ -196,15 +197,16 @@ class Database:
             self._lock = None
 
 
-def _complain(error: StoreUnavailable) -> None:
-    """Log that other replicas' changes are not seen.
+def _complain(error: Exception) -> None:
+    """Log that other replicas' changes are not seen, with the traceback of an error that is not foreseen.
 
     Raises CancelledError if the task was cancelled, because the driver may have raised its own error instead.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError from error
-    logger.warning("%s: changes by other replicas are not seen", error)
+    cause = None if isinstance(error, StoreUnavailable) else error
+    logger.warning("%s: changes by other replicas are not seen", error, exc_info=cause)
 
 
 def utc(stored: datetime) -> datetime:

@@ -299,10 +299,11 @@ async def test_replicas_hear_again_after_postgresql_was_killed(
 
 
 @pytest.mark.parametrize(
-    "error", [asyncpg.InternalClientError("another operation (2) is in progress"), OSError("gone")]
+    "error",
+    [asyncpg.InternalClientError("another operation (2) is in progress"), OSError("gone"), RuntimeError("unforeseen")],
 )
-async def test_replicas_hear_again_after_any_error_of_the_driver(
-    error: Exception, postgres_address: str, monkeypatch: pytest.MonkeyPatch
+async def test_replicas_hear_again_after_any_error(
+    error: Exception, postgres_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     changes, failures = postgres_module.changes, [error]
 
@@ -319,6 +320,8 @@ async def test_replicas_hear_again_after_any_error_of_the_driver(
             await asyncio.sleep(0.01)
         stored = await append(one)
         assert await heard.get() == stored
+    (said,) = [record for record in caplog.records if "changes by other replicas are not seen" in record.getMessage()]
+    assert bool(said.exc_info) == isinstance(error, RuntimeError)
 
 
 async def test_a_revision_of_a_newer_version_is_passed_over(
