@@ -1373,16 +1373,19 @@ class SparseColumns(_message.Message):
     MEASURED_ROW_FIELD_NUMBER: _builtins.int
     SIGNALS_FIELD_NUMBER: _builtins.int
     slot: _builtins.bytes
-    """Slot as uint16 and phase as uint8 of each row."""
+    """Slot of each row, as uint16."""
     phase: _builtins.bytes
+    """Phase of each row, as uint8."""
     flagged_row: _builtins.bytes
-    """Numbers of the rows that have flags, from 0 on, as uint32, and their flags as uint32."""
+    """Numbers of the rows that have flags, from 0 on, as uint32."""
     flags: _builtins.bytes
+    """Flags of the rows of flagged_row, as uint32."""
     measured_row: _builtins.bytes
-    """Numbers of the rows that were measured, from 0 on, as uint32. And their columns one after another, each with four
-    bytes for each row: end_rank as uint32, then entropy_nats, end_logprob_nats and top_logprob_nats as float.
-    """
+    """Numbers of the rows that were measured, from 0 on, as uint32."""
     signals: _builtins.bytes
+    """Columns of the rows of measured_row one after another, each with four bytes for each row: end_rank as uint32, then
+    entropy_nats, end_logprob_nats and top_logprob_nats as float.
+    """
     def __init__(
         self,
         *,
