@@ -128,8 +128,18 @@ class Who(NamedTuple):
 
     @property
     def traffic(self) -> str:
-        """The exact name of the request's traffic, for which self-calibration finds a rule."""
-        return f"{self.model}#{self.fingerprint}#{self.slo_class}"
+        """The exact name of the request's traffic, for which self-calibration finds a rule. A # of the model's name is
+        escaped, so that the first two in the name of the traffic are between its parts."""
+        model = self.model.replace("%", "%25").replace("#", "%23")
+        return f"{model}#{self.fingerprint}#{self.slo_class}"
+
+    @classmethod
+    def of_traffic(cls, traffic: str) -> Self:
+        """Return the facts that the name of a traffic has."""
+        model, _, rest = traffic.partition("#")
+        fingerprint, _, slo_class = rest.partition("#")
+        model = model.replace("%23", "#").replace("%25", "%")
+        return cls(model, slo_class=slo_class, fingerprint=fingerprint)
 
 
 def matches_globs(entry: Any, who: Who) -> bool:

@@ -179,7 +179,7 @@ class Month:
             await self.part.tick()
         assert self.part._store is not None
         for learner in (await self.part._store.learners()).values():
-            who = rules.who_of(learner.traffic)
+            who = Who.of_traffic(learner.traffic)
             counted = self.counted[who.slo_class]
             withdrawn = sum(tried.outcome.startswith("withdrawn") for tried in learner.tried)
             proved = sum(": saves" in tried.outcome for tried in learner.tried)
@@ -192,7 +192,7 @@ class Month:
                 counted.proofs.append((lost, requests))
             self.by_traffic[learner.traffic] = proved, withdrawn
         for name in CLASSES:
-            mine = [each for traffic, each in self.by_traffic.items() if rules.who_of(traffic).slo_class == name]
+            mine = [each for traffic, each in self.by_traffic.items() if Who.of_traffic(traffic).slo_class == name]
             self.counted[name].rules = sum(proved for proved, _ in mine)
             self.counted[name].withdrawn = sum(withdrawn for _, withdrawn in mine)
 

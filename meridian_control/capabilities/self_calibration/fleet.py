@@ -27,6 +27,7 @@ from meridian_control.common.look import percent
 from meridian_control.common.metric_entry import gauge
 from meridian_control.fleet.part import FleetPart, Shown
 from meridian_control.policy.effects import any_self_calibrates, self_calibrates
+from meridian_control.policy.model import Who
 from meridian_control.rollout.state import By
 from meridian_control.rollout.state import State as RolloutState
 
@@ -173,7 +174,7 @@ class SelfCalibration(FleetPart):
 
     async def _step(self, traffic: str, learner: Learner | None, newest: Newest, current: StoredRevision) -> None:
         assert self._store is not None
-        who, now = rules.who_of(traffic), self._clock()
+        who, now = Who.of_traffic(traffic), self._clock()
         own = rules.with_override(current.policy, traffic, None).of(who)
         is_on = self_calibrates(own)
         if not is_on and (learner is None or learner.rule is None):
@@ -308,7 +309,7 @@ class SelfCalibration(FleetPart):
             return answer
         learners = await store.learners()
         for traffic in sorted(learners.keys() | self._seen.keys()):
-            own = rules.with_override(stored.policy, traffic, None).of(rules.who_of(traffic))
+            own = rules.with_override(stored.policy, traffic, None).of(Who.of_traffic(traffic))
             learner = learners.get(traffic) or Learner.new(traffic, self._clock())
             recorded, seen = await store.count(traffic, learner.after), self._seen.get(traffic, Counter())
             answer.self_calibrations.append(shown.message(learner, own, recorded, seen))

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING
 
-from meridian_control.policy.model import Override, Policy, Who
+from meridian_control.policy.model import Override
 from meridian_control.rollout.plan import Plan, Step
 
 if TYPE_CHECKING:
     from meridian_control.capabilities.self_calibration.learner import Rule
+    from meridian_control.policy.model import Policy, Who
 
 AUTHOR = "meridian-self-calibration"
 # A rollout on at least so many engines begins with half of them; a step of a smaller one might select no engine.
 HALVED_FROM, BAKE_S = 8, 600.0
-
-
-def who_of(traffic: str) -> Who:
-    """Return the facts that the name of a traffic has."""
-    found = re.fullmatch(r"(.*?)#([0-9a-f]*)#(.*)", traffic, re.DOTALL)
-    model, fingerprint, slo_class = found.groups() if found else (traffic, "", "")
-    return Who(model, slo_class=slo_class, fingerprint=fingerprint)
 
 
 def override_of(traffic: str, rule: Rule) -> Override:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.capabilities.self_calibration.rule import obstacle, who_of
+from meridian_control.capabilities.self_calibration.rule import obstacle
 from meridian_control.common.look import percent
 from meridian_control.common.plain_data import plain
 from meridian_control.policy.effects import self_calibrates
+from meridian_control.policy.model import Who
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -25,7 +26,7 @@ def message(learner: Learner, own: Policy, recorded: int, seen: Counter[LeftOut 
     """Return what was found for a traffic. own: the policy that holds for it without a rule that was found by itself.
     recorded: requests that count for the next attempt, or since the rule is in force. seen: requests of this replica
     that were recorded, and left out for each reason."""
-    who, on = who_of(learner.traffic), self_calibrates(own)
+    who, on = Who.of_traffic(learner.traffic), self_calibrates(own)
     shown = fleet_pb2.SelfCalibration(
         model=who.model,
         slo_class=who.slo_class,

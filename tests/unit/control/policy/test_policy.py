@@ -265,6 +265,16 @@ def test_an_override_matches_when_all_its_patterns_do(patterns: dict[str, Any], 
     assert (changed.scheduler.soft_close_rank == 3) is expected
 
 
+NAME = st.text(st.sampled_from("a#%235f\n")) | st.text()
+
+
+@given(NAME, NAME, st.text("0123456789abcdef"))
+def test_the_name_of_a_traffic_says_whose_it_is(model: str, slo_class: str, fingerprint: str) -> None:
+    """Clients choose SLO classes, so that no class may make a name that another model's traffic has."""
+    who = Who(model, slo_class=slo_class, fingerprint=fingerprint)
+    assert Who.of_traffic(who.traffic) == who
+
+
 @pytest.mark.parametrize(
     ("who", "known"),
     [

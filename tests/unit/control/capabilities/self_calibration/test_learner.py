@@ -106,7 +106,6 @@ def test_a_rule_holds_for_its_traffic_alone() -> None:
     assert own.scheduler.min_think_tokens == 700
     others: list[dict[str, Any]] = [{"model": "org/model"}, {"slo_class": ""}, {"fingerprint": ""}, {"slo_class": "c"}]
     assert all(mine.of(WHO._replace(**other)) is mine for other in others)
-    assert rules.who_of(WHO.traffic).traffic == WHO.traffic
 
 
 def test_overrides_of_people_come_later() -> None:
