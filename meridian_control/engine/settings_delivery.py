@@ -145,6 +145,7 @@ def merge_unmeasured(policy: Policy) -> bool:
 
 def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
     """Return the part of a policy that the agent needs."""
+    policy = policy.on_engine(hello.labels, hello.model_fingerprint)
     model = model_of(policy, hello)
     observe_entropy = effects.needs_signals(policy) and hello.capabilities.token_entropy
     message = agent_pb2.Settings(

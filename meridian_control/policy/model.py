@@ -193,8 +193,17 @@ class Override(Section):
         return (
             (not self.traffic or self.traffic == who.traffic)
             and matches_globs(self, who)
-            and all(who.engine_labels.get(name) == value for name, value in self.engine_labels.items())
+            and self._fits(who.engine_labels)
         )
+
+    def may_match_on(self, engine_labels: Mapping[str, str], fingerprint: str) -> bool:
+        """Whether some request may match on an engine with these labels and this fingerprint of its model. The names of
+        adapters are only known from their requests, so no names of models are compared."""
+        is_of_model = not self.traffic or Who.of_traffic(self.traffic).fingerprint == fingerprint
+        return is_of_model and self._fits(engine_labels)
+
+    def _fits(self, engine_labels: Mapping[str, str]) -> bool:
+        return all(engine_labels.get(name) == value for name, value in self.engine_labels.items())
 
 
 class Policy(Section):
@@ -278,6 +287,12 @@ class Policy(Section):
         names = ("loop", "engine", "preemption")
         others = {name: getattr(self, name).model_copy(update=changes[name]) for name in names}
         return self.model_copy(update={"scheduler": scheduler, "entropy": entropy, **others})
+
+    def on_engine(self, labels: Mapping[str, str], fingerprint: str) -> Self:
+        """Return the policy with those overrides alone that may match requests on an engine with these labels and this
+        fingerprint of its model."""
+        kept = tuple(override for override in self.override if override.may_match_on(labels, fingerprint))
+        return self if len(kept) == len(self.override) else self.model_copy(update={"override": kept})
 
     def engine_limits(self, labels: Mapping[str, str]) -> dict[str, int]:
         """Return the limits that are set for an engine with these labels, by name."""

@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from meridian_control.policy.effects import eat_may_end
-from meridian_control.policy.model import Override, Who
 from meridian_control.policy.shortening_schema import PressurePolicy
 
 if TYPE_CHECKING:
@@ -87,8 +86,8 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     yield from _preempts("preemption", policy.preemption, policy)
     for index, override in enumerate(policy.override):
         # The names of adapters are only known from their requests, so only the engine's own model is compared.
-        who = Who(hello.model, engine_labels=dict(hello.labels))
-        if not Override(model=override.model, engine_labels=override.engine_labels).matches(who):
+        is_of_model = not override.model or fnmatchcase(hello.model, override.model)
+        if not (is_of_model and override.may_match_on(hello.labels, hello.model_fingerprint)):
             continue
         if changes := override.changes("scheduler"):
             own = policy.scheduler.model_copy(update=changes)

@@ -49,7 +49,8 @@ class EntropyRules(Part):
         return cls(stream) if stream.ends_thinking or stream.may_probe else None
 
     def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
-        self._samples = measured_share(policy) < 1
+        hello = self._stream.hello
+        self._samples = measured_share(policy.on_engine(hello.labels, hello.model_fingerprint)) < 1
 
     def revise(self) -> None:
         self._revises = True

@@ -223,6 +223,32 @@ def test_only_measured_requests_are_probed_in_shadow_and_all_are_in_force(share:
     assert made.session.totals.decisions["probe"]
 
 
+@pytest.mark.parametrize(
+    ("match", "share", "steps"),
+    [
+        ({"traffic": "m#00ff#chat"}, None, 8),
+        ({"traffic": "adapter#00ff#chat"}, None, 8),
+        ({"traffic": "m#ff00#chat"}, 0.05, 24),
+        ({"engine_labels": {"zone": "a"}}, None, 8),
+        ({"engine_labels": {"zone": "b"}}, 0.05, 24),
+    ],
+)
+def test_a_rule_costs_only_engines_with_requests_that_it_may_concern(
+    match: dict[str, Any], share: float | None, steps: int
+) -> None:
+    rule = CALIBRATED | {"eat_probe_interval_tokens": 8}
+    found = policy(scheduler=EARLY, entropy={**rule, "shadow": True}, override=[{**match, "entropy": rule}])
+    made = stream(found, hello_fields={"model_fingerprint": "00ff", "labels": {"zone": "a"}})
+    settings = made.responses[0].settings
+    assert (settings.measured_share if settings.HasField("measured_share") else None) == share
+    assert settings.report_interval_steps == steps
+    # An engine that measures a sample has nobody in it at this share.
+    made.agent.engine.tracker.measure(0.0)
+    made.open("a")
+    made.step(30)
+    assert bool(made.session.totals.decisions["probe"]) == (share is None), "nobody outside the sample is probed"
+
+
 def test_nothing_is_decided_before_the_first_policy_is_applied() -> None:
     made = Stream()
     made.open("a")

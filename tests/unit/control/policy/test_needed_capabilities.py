@@ -91,6 +91,8 @@ OFF = {"enabled": False}
 ZONE_A = {"labels": {"zone": "a"}}
 EAT = "entropy.eat_level_threshold_nats"
 ENTROPY = lacks(eat_probe=EAT, force_end=f"{EAT}, entropy.rpdi_threshold", token_entropy="entropy.rpdi_threshold")
+FOUND = {"traffic": "org/m#00ff#chat", "entropy": {**IN_FORCE, "rpdi_threshold": 0.0}}
+FOUND_ASKS = lacks(**dict.fromkeys(("eat_probe", "force_end"), "override[0].entropy.eat_level_threshold_nats"))
 NO_RULE = {**IN_FORCE, "eat_level_threshold_nats": 0.0, "rpdi_threshold": 0.0}
 UNDER_PRESSURE = lacks(**dict.fromkeys(("eat_probe", "force_end", "token_entropy"), "pressure[0].entropy_in_force"))
 QUEUEING = lacks(queueing_time="pressure[0].queueing_p99_ms")
@@ -130,6 +132,12 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"override": [{**match, "entropy": IN_FORCE}]}, ZONE_A, "")
         for match in ({"model": "other-*"}, {"engine_labels": {"zone": "b"}})
     ),
+    # A rule that self-calibration has found asks the engines of its model, also for an adapter of the model.
+    *(
+        ({"override": [FOUND]}, {"model_fingerprint": "00ff", "model": model}, FOUND_ASKS)
+        for model in ("org/m", "served-name")
+    ),
+    *(({"override": [FOUND]}, {"model_fingerprint": other, "model": "org/m"}, "") for other in ("ff00", "")),
     # An engine in a pool needs what the pool does.
     (pools(), THINKS, f"{lacks(hand_over='disagg.thinking_pool')}: {MARKERS}"),
     (pools(), ANSWERS, f"{lacks(answer_handed_over='disagg.answering_pool')}: {MARKERS}"),
