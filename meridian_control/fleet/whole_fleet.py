@@ -157,8 +157,9 @@ class WholeFleet:
         """Return all engines for the replica that leads, None if not every live replica has answered yet.
 
         A replica that no longer answers counts with its last answer. Once the replica is no longer live, its engines
-        are engines without a stream until they connect to another replica, for as long as `Departed` keeps them. Nobody
-        calls this method while no rollout is active, because each answer has all engines of a replica.
+        are engines without a stream until they connect to another replica, for as long as `Departed` keeps them. While
+        no rollout is active, this method is called before one begins, and not each second, because each answer has all
+        engines of a replica.
         """
         if self.peers is None:
             return await self.local_engines()

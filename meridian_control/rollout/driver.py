@@ -66,7 +66,7 @@ class Rollouts:
         fence: Fence | None = None,
     ) -> None:
         self.store, self._fleet, self._clock = store, fleet, clock
-        self._engines, self._leads, self._fence = engines, leads, fence
+        self.engines, self._leads, self._fence = engines, leads, fence
         self._one_at_a_time = asyncio.Lock()
         # Version of the rollout that was handed to the fleet; None if no rollout was active.
         self._told: tuple[int, int] | None = None
@@ -148,7 +148,7 @@ class Rollouts:
         if stored is None:
             self._driven = None
             return
-        engines, now = await self._engines(), self._clock()
+        engines, now = await self.engines(), self._clock()
         if self._driven is None or self._driven.rollout_id != stored.rollout_id:
             self._begin(stored, now)
         elif self._driven.version != stored.version:

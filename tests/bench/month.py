@@ -118,7 +118,7 @@ class Month:
         try:
             await store.append(ASKED, etag="", author="ops", reason="", now=self.now)
             self.parts = control_plane(store, lambda: self.now)
-            self.parts.rollouts._engines = self.engines
+            self.parts.rollouts.engines = self.engines
             await self.parts.look()
             self.part = self.parts.whole.fleet.part(SelfCalibration)
             self.part.calibrate = self.calibrate

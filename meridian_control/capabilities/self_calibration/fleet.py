@@ -58,6 +58,7 @@ PATIENCE_S = REST_S = 600.0
 END_S, SHOWN_S = 2.0, 5.0
 WORKER = "meridian_control.offline.self_calibration"
 STATES = "meridian_self_calibrations"
+CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 ENTRIES = (
     gauge(
         STATES,
@@ -202,7 +203,7 @@ class SelfCalibration(FleetPart):
         """Calibrate, and begin the rollout of the rule that is proved."""
         assert self._store is not None
         store, max_loss = self._rollouts.store, own.entropy.max_loss
-        if await store.active() is not None:
+        if await store.active() is not None or (engines := await self._connected()) is None:
             return learner
         last, episodes = await self._store.read(learner.traffic, learner.after, MAX_EPISODES)
         goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
@@ -218,7 +219,7 @@ class SelfCalibration(FleetPart):
         reason = f"{rule.text} for {learner.traffic}: saves {percent(rule.saved)} of the thinking, loses at "
         reason += f"most {percent(rule.bound, 2)} of the answers, on {found['requests']} requests"
         try:
-            plan = rules.plan_for(len(self.fleet.connections))
+            plan = rules.plan_for(engines)
             rollout = await store.start(plan, candidate, current.etag, By(now, rules.AUTHOR, reason))
         except (EtagMismatch, RolloutActive):
             # Somebody else has changed the policy in the meantime, so the next tick calibrates for that one.
@@ -229,6 +230,11 @@ class SelfCalibration(FleetPart):
         await self._store.save(learner)
         await self._rollouts.look()
         return learner
+
+    async def _connected(self) -> int | None:
+        """Return the number of connected engines of all replicas, None while a replica has not said its own yet."""
+        engines = await self._rollouts.engines()
+        return None if engines is None else len({engine.engine_id for engine in engines if engine.state == CONNECTED})
 
     async def _follow(self, learner: Learner, newest: Newest) -> Learner:
         rollout = await self._rollouts.store.get(learner.rollout_id)

@@ -21,8 +21,11 @@ from meridian_control.capabilities.self_calibration.episodes import LeftOut
 from meridian_control.capabilities.self_calibration.fleet import CalibrationError, SelfCalibration
 from meridian_control.capabilities.self_calibration.learner import State, fewest
 from meridian_control.capabilities.self_calibration.rule import AUTHOR
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.totals import Totals
+from meridian_control.fleet.membership import Replica
+from meridian_control.fleet.peers import Peers
 from meridian_control.offline.self_calibration import work
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.model import Policy, Who
@@ -165,6 +168,26 @@ async def test_nothing_is_recommended_where_nothing_is_safe(control: Control) ->
     assert [tried.requests for tried in row.tried] == [ENOUGH]
     assert await policy_now(control) == ASKED
     assert await control.rollouts.store.active() is None
+
+
+@pytest.mark.usefixtures("_engine", "_patient")
+async def test_the_engines_of_all_replicas_count_for_the_steps_of_a_rollout(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule, "HALVED_FROM", 2)
+    live = [Replica("other", "127.0.0.1:1")]
+    async with controlling(f"sqlite+aiosqlite:///{tmp_path / 'other.db'}") as other:
+        with LinkedEngine([other.target], "second", clock=lambda: 0.0):
+            await until(lambda: len(list(other.fleet.connections)) == 1)
+            whole = control.parts.whole
+            whole.peers = Peers(lambda: live, ClientCredentials())
+            await apply(control, ASKED)
+            await records(control, EASY, ENOUGH)
+            assert (await found(control)).state == "recording", "it is not known how many engines the other has"
+            live[:] = [Replica("third", other.target)]
+            await control.fleet.part(SelfCalibration).tick()
+            assert [step.percent for step in (await control.get()).plan.step] == [50, 100]
+            await whole.peers.close()
 
 
 @pytest.mark.usefixtures("_engine")

@@ -210,7 +210,7 @@ async def test_two_replicas(postgres_address: str) -> None:
             async def engines() -> list[fleet_pb2.Engine]:
                 return [*engines_of(one.fleet), *engines_of(two.fleet)]
 
-            one.rollouts._engines = two.rollouts._engines = engines
+            one.rollouts.engines = two.rollouts.engines = engines
             for engine in (a, b, c):
                 await engine.has(1)
             await one.begin(CANARY, {"percent": 0.0, "bake_s": 2.0}, ALL)
@@ -240,7 +240,7 @@ async def test_the_leader_asks_for_engines_only_during_a_rollout(control: Contro
         asked += 1
         return told
 
-    control.rollouts._engines = engines
+    control.rollouts.engines = engines
     with Engine(control, "a", "canary") as a:
         await a.has(1)
         await control.rollouts.tick()
