@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from datetime import datetime
 
 
+# Most bytes of a traffic's name, for which an override, a column and an index have room.
+MAX_NAME_BYTES = 1024
+
+
 class Sample(NamedTuple):
     """A measured probe. think_tokens: at its place. arrived_tokens: thinking tokens when the result came. same_answer:
     number of newest probes in a row with the same trial answer. is_read: whether a rule reads probes like this one.
@@ -53,6 +57,7 @@ class LeftOut(enum.StrEnum):
     )
     FAR = "no probe came near the end of the thinking; lower entropy.eat_probe_interval_tokens, or leave room"
     MANY = "there were too many probes; raise entropy.eat_probe_interval_tokens"
+    UNNAMED = "the names of its model and SLO class are too long together, or have a character that no database keeps"
     NOT_NATURAL = "the model did not end the thinking by itself, or thought again"
 
 
@@ -61,6 +66,11 @@ class Newest(NamedTuple):
 
     number: int = 0
     time: datetime | None = None
+
+
+def can_be_kept(traffic: str) -> bool:
+    """Whether overrides and databases can keep the name of a traffic."""
+    return "\0" not in traffic and len(traffic.encode(errors="replace")) <= MAX_NAME_BYTES
 
 
 def name_of(request_id: str) -> str:

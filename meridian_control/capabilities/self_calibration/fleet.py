@@ -18,7 +18,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.self_calibration import rule as rules
 from meridian_control.capabilities.self_calibration import shown
-from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Newest
+from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Newest, can_be_kept
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.capabilities.self_calibration.watch import Watch
@@ -99,11 +99,11 @@ class SelfCalibration(FleetPart):
         self._states: dict[str, State] = {}
         # Whether the store may have rules although no policy asks for self-calibration.
         self._is_known = True
-        # The time until which nothing is calibrated, because a calibration has failed.
-        self._rests_until = datetime.min.replace(tzinfo=UTC)
+        # By traffic whose calibration runs or has failed, the time until which none is tried again.
+        self._rests_until: dict[str, datetime] = {}
         # The newest rows of the page, and the time until which they are shown.
         self._rows: list[dict[str, Any]] = []
-        self._shown_until = self._rests_until
+        self._shown_until = datetime.min.replace(tzinfo=UTC)
 
     def attach(self, beside: Beside) -> None:
         # `meridianctl` replays recordings with the capabilities, and needs no database.
@@ -117,6 +117,8 @@ class SelfCalibration(FleetPart):
 
     def record(self, traffic: str, found: Episode | LeftOut) -> None:
         """Take in a request that nothing shortened and that has closed; the next tick stores its episode."""
+        if not can_be_kept(traffic):
+            found = LeftOut.UNNAMED
         self._seen[traffic] = seen = self._seen.pop(traffic, Counter())
         seen[found if isinstance(found, LeftOut) else None] += 1
         if len(self._seen) > MAX_TRAFFICS:
@@ -151,17 +153,23 @@ class SelfCalibration(FleetPart):
         newest, learners = await self._store.newest(), await self._store.learners()
         self._is_known = bool(newest or learners)
         self._states = {traffic: learner.state for traffic, learner in learners.items()}
-        kept = sorted(newest, key=lambda traffic: -newest[traffic].number)[:MAX_TRAFFICS]
+        kept = sorted(filter(can_be_kept, newest), key=lambda traffic: -newest[traffic].number)[:MAX_TRAFFICS]
         for traffic in (newest.keys() | learners.keys()) - {*kept}:
             if traffic not in learners or learners[traffic].rule is None:
                 await self._store.forget(traffic)
                 learners.pop(traffic, None)
-        if self._clock() < self._rests_until:
-            return
+                self._rests_until.pop(traffic, None)
+        failures = list[Exception]()
         for traffic in dict.fromkeys([*learners, *kept]):
-            current = await self._rollouts.store.policies.current()
-            if current is not None:
-                await self._step(traffic, learners.get(traffic), newest.get(traffic, Newest()), current)
+            try:
+                current = await self._rollouts.store.policies.current()
+                if current is not None:
+                    await self._step(traffic, learners.get(traffic), newest.get(traffic, Newest()), current)
+            except Exception as error:
+                # What is wrong with one traffic must not keep the rules of the others from being withdrawn.
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     async def _record(self) -> None:
         if self._store is not None and self._new:
@@ -203,11 +211,13 @@ class SelfCalibration(FleetPart):
         """Calibrate, and begin the rollout of the rule that is proved."""
         assert self._store is not None
         store, max_loss = self._rollouts.store, own.entropy.max_loss
-        if await store.active() is not None or (engines := await self._connected()) is None:
+        if self._rests(learner.traffic) or await store.active() is not None:
+            return learner
+        if (engines := await self._connected()) is None:
             return learner
         last, episodes = await self._store.read(learner.traffic, learner.after, MAX_EPISODES)
         goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
-        found = await self.calibrate(_task(own, episodes) | goal)
+        found = await self._result(learner.traffic, _task(own, episodes) | goal)
         now = self._clock()
         if "rule" not in found:
             logger.info("no rule is safe for %s: %s", learner.traffic, found["why"])
@@ -257,9 +267,11 @@ class SelfCalibration(FleetPart):
         watch = self._watches.get(traffic)
         if watch is None or (watch.rule, watch.max_loss) != (learner.rule, max_loss):
             watch = self._watches[traffic] = Watch(learner.rule, max_loss, learner.after)
-        if not watch.why and await self._store.count(traffic, watch.after) >= JUDGED_EVERY:
+        judges = not (watch.why or self._rests(traffic))
+        if judges and await self._store.count(traffic, watch.after) >= JUDGED_EVERY:
             last, episodes = await self._store.read(traffic, watch.after, MAX_EPISODES)
-            judged = await self.calibrate(_task(own, episodes) | {"rule": learner.rule.model_dump(mode="json")})
+            task = _task(own, episodes) | {"rule": learner.rule.model_dump(mode="json")}
+            judged = await self._result(traffic, task)
             watch.after = last
             watch.add(judged["requests"], judged["harmful"], judged["first"])
         has_ceased = newest.time is not None and self._clock() > newest.time + UNUSED
@@ -280,10 +292,20 @@ class SelfCalibration(FleetPart):
             self.fleet.set_policy(stored)
         return learner.withdrawn(why, newest.number, now)
 
+    def _rests(self, traffic: str) -> bool:
+        """Whether a calibration of the traffic has failed a short time ago."""
+        return traffic in self._rests_until and self._clock() < self._rests_until[traffic]
+
+    async def _result(self, traffic: str, task: dict[str, Any]) -> dict[str, Any]:
+        """Run a task for a traffic, which rests for REST_S if the task fails. Raises CalibrationError."""
+        self._rests_until[traffic] = self._clock() + timedelta(seconds=REST_S)
+        result = await self.calibrate(task)
+        self._rests_until.pop(traffic, None)
+        return result
+
     async def _calibrate(self, task: dict[str, Any]) -> dict[str, Any]:
         """Run a task in a process of its own. Raises CalibrationError."""
         pipe = asyncio.subprocess.PIPE
-        self._rests_until = self._clock() + timedelta(seconds=REST_S)
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", WORKER, stdin=pipe, stdout=pipe, stderr=pipe
         )
@@ -298,7 +320,6 @@ class SelfCalibration(FleetPart):
         if process.returncode:
             lines = complaint.decode(errors="replace").strip().splitlines() or ["no error"]
             raise CalibrationError(f"the calibration ended with {process.returncode}: {lines[-1]}")
-        self._rests_until = self._clock()
         result: dict[str, Any] = json.loads(out)
         return result
 
@@ -317,7 +338,8 @@ class SelfCalibration(FleetPart):
         for traffic in sorted(learners.keys() | self._seen.keys()):
             own = rules.with_override(stored.policy, traffic, None).of(Who.of_traffic(traffic))
             learner = learners.get(traffic) or Learner.new(traffic, self._clock())
-            recorded, seen = await store.count(traffic, learner.after), self._seen.get(traffic, Counter())
+            recorded = await store.count(traffic, learner.after) if can_be_kept(traffic) else 0
+            seen = self._seen.get(traffic, Counter())
             answer.self_calibrations.append(shown.message(learner, own, recorded, seen))
         return answer
 

@@ -341,6 +341,58 @@ async def test_another_leader_goes_on_where_the_first_stopped(control: Control) 
     assert (await found(control)).state == State.ROLLING_OUT, "only the leader decides"
 
 
+@pytest.mark.usefixtures("_engine")
+async def test_a_calibration_that_fails_keeps_no_other_traffic_from_its_next_step(control: Control) -> None:
+    await apply(control, ASKED)
+    await records(control, EASY, 10, OTHER)
+    await in_force(control)
+    tries = 0
+
+    async def attempts_fail(task: dict[str, Any]) -> dict[str, Any]:
+        nonlocal tries
+        tries += "rule" not in task
+        if "rule" not in task:
+            raise CalibrationError("killed")
+        return await in_process(task)
+
+    part = control.fleet.part(SelfCalibration)
+    part.calibrate = attempts_fail
+    for who, traffic, count in ((OTHER, EASY, ENOUGH), (WHO, MISLED, 200)):
+        for episode in traffic.episodes(random.Random(2), count):
+            part.record(who.traffic, episode)
+    with pytest.raises(CalibrationError, match="killed"):
+        await part.tick()
+    assert (await found(control)).state == "withdrawn"
+    await part.tick()
+    assert tries == 1, "the calibration that has failed is not tried again at once"
+    control.now += timedelta(seconds=fleet.REST_S)
+    with pytest.raises(CalibrationError, match="killed"):
+        await part.tick()
+
+
+@pytest.mark.parametrize("slo_class", ["a\0b", "x" * 1024, "\u20ac" * 400], ids=["U+0000", "long", "many bytes"])
+async def test_a_name_that_cannot_be_stored_holds_up_no_other_traffic(address: str, slo_class: str) -> None:
+    """Clients choose SLO classes, and an agent may pass on any text."""
+    async with controlling(address) as control:
+        await apply(control, ASKED)
+        await records(control, EASY, 3, WHO._replace(slo_class=slo_class))
+        await records(control, EASY, 4)
+        by_class = {row.slo_class: row for row in await rows(control)}
+        assert by_class[WHO.slo_class].recorded_requests == 4
+        assert by_class[slo_class].recorded_requests == 0
+        assert by_class[slo_class].why.startswith("3 of 3 requests are left out: the names of its model and SLO class")
+
+
+async def test_a_stored_name_without_room_in_an_override_is_forgotten(control: Control) -> None:
+    await apply(control, ASKED)
+    part = control.fleet.part(SelfCalibration)
+    assert part._store is not None
+    long = WHO._replace(slo_class="x" * 1024)
+    await part._store.add([(long.traffic, EASY.episode(random.Random(1), "r"))], control.now, 10)
+    await records(control, EASY, 4)
+    assert [row.slo_class for row in await rows(control)] == [WHO.slo_class]
+
+
 async def test_the_calibration_runs_in_a_process_of_its_own(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     part = control.fleet.part(SelfCalibration)
     episodes = [episode.to_json() for episode in EASY.episodes(random.Random(1), 40)]
