@@ -159,10 +159,13 @@ class SelfCalibration(FleetPart):
                 await self._store.forget(traffic)
                 learners.pop(traffic, None)
                 self._rests_until.pop(traffic, None)
-        failures = list[Exception]()
+        policies, failures = self._rollouts.store.policies, list[Exception]()
+        current = await policies.current()
         for traffic in dict.fromkeys([*learners, *kept]):
             try:
-                current = await self._rollouts.store.policies.current()
+                # To read a stored policy takes time, so it is read again only if another one has come into force.
+                if current is None or current.revision < self.fleet.revision:
+                    current = await policies.current()
                 if current is not None:
                     await self._step(traffic, learners.get(traffic), newest.get(traffic, Newest()), current)
             except Exception as error:

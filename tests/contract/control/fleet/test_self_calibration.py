@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from meridian_control.policy.store import StoredRevision
+
 ASKED = parse_toml("[entropy]\nself_calibration = true\nmax_loss = 0.02\nrank_conditions = []")
 EASY, MISLED = Traffic(), Traffic(misled=0.3)
 WHO = Who("model", slo_class="chat", fingerprint="0123456789abcdef")
@@ -430,6 +432,26 @@ async def test_a_withdrawal_waits_for_a_rollout_of_others(control: Control) -> N
     await control.abort(rollout_id=rollout.rollout_id, author="ann")
     await control.fleet.part(SelfCalibration).tick()
     assert (await found(control)).state == "withdrawn"
+
+
+@pytest.mark.usefixtures("_engine")
+async def test_a_tick_reads_the_policy_once_and_again_after_a_change(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await in_force(control)
+    await records(control, EASY, 10, OTHER)
+    part, reads, current = control.fleet.part(SelfCalibration), 0, control.store.current
+
+    async def counted() -> StoredRevision | None:
+        nonlocal reads
+        reads += 1
+        return await current()
+
+    monkeypatch.setattr(control.store, "current", counted)
+    await part.tick()
+    assert reads == 1
+    await records(control, MISLED, 200)
+    assert (reads, (await found(control)).state) == (3, "withdrawn")
 
 
 async def test_only_the_newest_traffics_are_kept(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
