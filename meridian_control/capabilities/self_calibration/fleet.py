@@ -148,7 +148,8 @@ class SelfCalibration(FleetPart):
         if self._store is None or not self._leads():
             self._watches, self._states = {}, {}
             return
-        if not (self._is_known or any(map(any_self_calibrates, self.fleet.policies))):
+        concerns = (any_self_calibrates(policy) or rules.ruled(policy) for policy in self.fleet.policies)
+        if not (self._is_known or any(concerns)):
             return
         newest, learners = await self._store.newest(), await self._store.learners()
         self._is_known = bool(newest or learners)
@@ -161,7 +162,8 @@ class SelfCalibration(FleetPart):
                 self._rests_until.pop(traffic, None)
         policies, failures = self._rollouts.store.policies, list[Exception]()
         current = await policies.current()
-        for traffic in dict.fromkeys([*learners, *kept]):
+        ruled = rules.ruled(current.policy) if current is not None else []
+        for traffic in dict.fromkeys([*learners, *kept, *ruled]):
             try:
                 # To read a stored policy takes time, so it is read again only if another one has come into force.
                 if current is None or current.revision < self.fleet.revision:
@@ -188,8 +190,8 @@ class SelfCalibration(FleetPart):
         assert self._store is not None
         who, now = Who.of_traffic(traffic), self._clock()
         own = rules.with_override(current.policy, traffic, None).of(who)
-        is_on = self_calibrates(own)
-        if not is_on and (learner is None or learner.rule is None):
+        is_on, has_rule = self_calibrates(own), traffic in rules.ruled(current.policy)
+        if not (is_on or has_rule) and (learner is None or learner.rule is None):
             return
         before, learner = learner, learner or Learner.new(traffic, now)
         probing = rules.probing(current.policy, own, who)
@@ -201,6 +203,9 @@ class SelfCalibration(FleetPart):
             learner = await self._withdraw(learner, newest, current, "the policy probes at other places, or otherwise")
         elif learner.state is State.IN_FORCE:
             learner = await self._watch(learner, own, newest, current)
+        elif has_rule:
+            why = f"{_told(current)} has it, but self-calibration has withdrawn it, or has not proved it here"
+            learner = await self._withdraw(learner, newest, current, why)
         else:
             learner = learner.probed(probing, newest.number)
             recorded = await self._store.count(traffic, learner.after)
@@ -208,7 +213,7 @@ class SelfCalibration(FleetPart):
                 learner = await self._attempt(learner, own, current)
         if learner != before:
             await self._store.save(learner)
-            self._states[traffic] = learner.state
+            self._states[traffic], self._is_known = learner.state, True
 
     async def _attempt(self, learner: Learner, own: Policy, current: StoredRevision) -> Learner:
         """Calibrate, and begin the rollout of the rule that is proved."""
@@ -265,8 +270,9 @@ class SelfCalibration(FleetPart):
         assert learner.rule is not None
         max_loss, traffic = own.entropy.max_loss, learner.traffic
         if not rules.has(current.policy, rules.override_of(traffic, learner.rule)):
-            why = f"revision {current.revision} by {current.author or 'nobody'} does not have it"
-            return learner.withdrawn(why + f": {current.reason}" * bool(current.reason), newest.number, self._clock())
+            has = "has changed it" if traffic in rules.ruled(current.policy) else "does not have it"
+            why = f"{_told(current)} {has}" + f": {current.reason}" * bool(current.reason)
+            return await self._withdraw(learner, newest, current, why)
         watch = self._watches.get(traffic)
         if watch is None or (watch.rule, watch.max_loss) != (learner.rule, max_loss):
             watch = self._watches[traffic] = Watch(learner.rule, max_loss, learner.after)
@@ -358,6 +364,10 @@ class SelfCalibration(FleetPart):
             self._rows = list(map(shown.row, found))
             self._shown_until = self._clock() + timedelta(seconds=SHOWN_S)
         return Shown({}, {"self_calibrations": self._rows})
+
+
+def _told(stored: StoredRevision) -> str:
+    return f"revision {stored.revision} by {stored.author or 'nobody'}"
 
 
 def _task(own: Policy, episodes: list[Episode]) -> dict[str, Any]:

@@ -37,6 +37,11 @@ def has(policy: Policy, override: Override) -> bool:
     return [each for each in policy.override if each.traffic == override.traffic] == [override]
 
 
+def ruled(policy: Policy) -> list[str]:
+    """Return the traffics for which a policy has a rule that was found by itself, in force or not."""
+    return [override.traffic for override in policy.override if override.traffic]
+
+
 def probing(policy: Policy, own: Policy, who: Who) -> str:
     """Return how the requests of a traffic are probed, as a text that differs where EAT would. own: the policy that
     holds for the traffic without a rule that was found by itself."""

@@ -13,8 +13,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from meridian.v1 import fleet_pb2
+from meridian.v1 import fleet_pb2, policy_pb2
 
+from meridian_control.capabilities.control_group.savings import WITHDRAWER
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.self_calibration import fleet, rule
 from meridian_control.capabilities.self_calibration.episodes import LeftOut
@@ -30,6 +31,7 @@ from meridian_control.offline.self_calibration import work
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.model import Policy, Who
 from meridian_control.policy.schema import TelemetryPolicy
+from meridian_control.policy.shortening_kinds import ENTROPY, without
 from tests.contract.rollouts import Control, controlling
 from tests.fakes.episodes import Traffic
 from tests.fakes.linked import LinkedEngine, until
@@ -251,6 +253,71 @@ async def test_more_loss_needs_fewer_requests_and_other_probes_other_ones(contro
     assert (await found(control)).recorded_requests == 0, "the four may have begun before"
     await records(control, EASY, 4, seed=3)
     assert (await found(control)).recorded_requests == 4
+
+
+@pytest.mark.usefixtures("_engine")
+async def test_a_withdrawn_rule_that_comes_back_is_taken_out(control: Control) -> None:
+    await in_force(control)
+    with_rule = await control.store.current()
+    assert with_rule is not None
+    await records(control, MISLED, 200, seed=4)
+    assert (await found(control)).state == "withdrawn"
+    request = policy_pb2.RollbackPolicyRequest(revision=with_rule.revision, author="ann")
+    back = (await control.policy.RollbackPolicy(request)).revision
+    assert (await policy_now(control)).override
+    await control.fleet.part(SelfCalibration).tick()
+    current = await control.store.current()
+    assert current is not None
+    assert (current.policy, current.author) == (ASKED, AUTHOR)
+    row = await found(control)
+    assert row.state == "withdrawn"
+    assert row.why.startswith(f"revision {back.revision} by ann has it, but self-calibration has withdrawn it")
+    assert current.reason == f"withdraws the rule for {WHO.traffic}: {row.why}"
+
+
+@pytest.mark.usefixtures("_engine")
+async def test_a_rule_whose_rollout_outlived_its_leader_is_taken_out(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control plane may end after a rollout has begun and before it has noted whose rollout it is."""
+    await apply(control, ASKED)
+    part = control.fleet.part(SelfCalibration)
+    await records(control, EASY, 10)
+    with monkeypatch.context() as patched:
+        patched.setattr(part._store, "save", unavailable)
+        with pytest.raises(StoreUnavailable):
+            await records(control, EASY, ENOUGH)
+    await control.rollouts.look()
+    await completes(control)
+    assert (await found(control)).state == "withdrawn"
+    assert await policy_now(control) == ASKED
+
+
+@pytest.mark.usefixtures("_engine")
+async def test_a_rule_that_the_harm_guard_puts_into_shadow_leaves_the_policy(control: Control) -> None:
+    """Its floor would still move the probes of the requests that are recorded from then on."""
+    await in_force(control)
+    shadowed = without(await policy_now(control), ENTROPY)
+    assert shadowed.override
+    await apply(control, shadowed, WITHDRAWER, "it harms")
+    await control.fleet.part(SelfCalibration).tick()
+    row = await found(control)
+    assert row.state == "withdrawn"
+    assert row.why.endswith(" by meridian-harm-guard has changed it: it harms")
+    assert await policy_now(control) == ASKED
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_a_rule_that_is_not_known_is_taken_out(control: Control, is_on: bool) -> None:
+    entropy = {"self_calibration": is_on}
+    foreign = {"traffic": OTHER.traffic, "entropy": {"shadow": False}, "scheduler": {"min_think_tokens": 9}}
+    theirs = {"slo_class": "batch", "scheduler": {"min_think_tokens": 8}}
+    await apply(control, Policy.model_validate({"entropy": entropy, "override": [foreign, theirs]}))
+    part = control.fleet.part(SelfCalibration)
+    for _ in range(3):
+        await part.tick()
+    assert await policy_now(control) == Policy.model_validate({"entropy": entropy, "override": [theirs]})
+    assert not await rows(control), "a traffic without requests is forgotten"
 
 
 @pytest.mark.usefixtures("_engine")
