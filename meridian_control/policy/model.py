@@ -110,6 +110,8 @@ LoopOverride = _override(LoopPolicy, *PER_REQUEST["loop"])
 PreemptionOverride = _override(PreemptionPolicy, *PER_REQUEST["preemption"])
 EngineOverride = _override(EnginePolicy, *IN_OVERRIDES["engine"])
 
+MAX_OVERRIDES = 256
+
 # The levels of effort in OpenAI's and Anthropic's APIs, as vLLM accepts them.
 API_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 
@@ -225,7 +227,7 @@ class Policy(Section):
     override: tuple[Override, ...] = Field(
         (),
         strict=False,
-        max_length=256,
+        max_length=MAX_OVERRIDES,
         description="Other values for some requests; later entries win, field by field.",
     )
     budget: tuple[BudgetPolicy, ...] = Field(

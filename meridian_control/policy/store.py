@@ -29,7 +29,7 @@ from meridian_control.common.errors import (
     StoredPolicyUnreadable,
 )
 from meridian_control.policy import extensions as sections
-from meridian_control.policy.formats import parse_stored_toml, to_stored_toml
+from meridian_control.policy.formats import parse_stored_toml, parse_values, to_stored_toml, to_values
 from meridian_control.policy.model import Policy
 from meridian_control.policy.section import Section
 from meridian_control.storage.database import Database, utc
@@ -135,9 +135,9 @@ class PolicyStore:
 
         `etag` must be the newest revision's etag; an empty `etag` skips the check. `now` is an aware time. If
         `request_id` has already stored a revision, that revision is returned. Raises EtagMismatch, RolloutActive,
-        InvalidRequest, StoreUnavailable, and PolicyError for an extension that no capability reads.
+        InvalidRequest, StoreUnavailable, and the errors of `check_policy`.
         """
-        self.check_extensions(policy)
+        self.check_policy(policy)
         while True:
             if (stored := await self.answered(request_id, policy)) is not None:
                 return stored
@@ -145,8 +145,10 @@ class PolicyStore:
             if await self._insert(stored, request_id):
                 return stored
 
-    def check_extensions(self, policy: Policy) -> None:
-        """Raise PolicyError if no capability reads an extension of a policy."""
+    def check_policy(self, policy: Policy) -> None:
+        """Raise PolicyError for a policy that could not be read again once it is stored, as one may be that was made
+        from another policy, and if no capability reads an extension of it."""
+        parse_values(to_values(policy))
         sections.check(policy, self.extensions)
 
     async def follow(self, on_change: Callable[[StoredRevision], None]) -> None:

@@ -81,7 +81,7 @@ class RolloutStore:
 
         Raises EtagMismatch, RolloutActive, InvalidRequest, PolicyError, and NotFound if no policy is in force.
         """
-        self.policies.check_extensions(policy)
+        self.policies.check_policy(policy)
         while True:
             if (earlier := await self.answered(by.request_id, plan, policy)) is not None:
                 return earlier

@@ -22,7 +22,7 @@ from meridian_control.capabilities.self_calibration.episodes import Episode, Lef
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.capabilities.self_calibration.watch import Watch
-from meridian_control.common.errors import EtagMismatch, MeridianError, RolloutActive, StoreUnavailable
+from meridian_control.common.errors import EtagMismatch, MeridianError, PolicyError, RolloutActive, StoreUnavailable
 from meridian_control.common.look import percent
 from meridian_control.common.metric_entry import gauge
 from meridian_control.fleet.part import FleetPart, Shown
@@ -242,6 +242,8 @@ class SelfCalibration(FleetPart):
         except (EtagMismatch, RolloutActive):
             # Somebody else has changed the policy in the meantime, so the next tick calibrates for that one.
             return learner
+        except PolicyError as error:
+            return learner.refused(found["requests"], f"the rule cannot be stored: {error}", last, now)
         logger.info("rollout %d begins: %s", rollout.rollout_id, reason)
         learner = learner.proved(rule, found["requests"], rollout.rollout_id, now)
         # A rollout that no learner knew of would have nobody who withdraws its rule.

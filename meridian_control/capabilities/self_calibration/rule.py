@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from meridian_control.policy.model import Override
+from meridian_control.policy.model import MAX_OVERRIDES, Override
 from meridian_control.rollout.plan import Plan, Step
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def obstacle(own: Policy) -> str:
         return "entropy.holdout_share is 0, so no request is recorded"
     if own.entropy.rank_conditions:
         return "entropy.rank_conditions would come into force with the rule, and cannot be switched off for one traffic"
+    if len(own.override) >= MAX_OVERRIDES:
+        return f"the policy has {MAX_OVERRIDES} overrides, and no room for that of a rule"
     return ""
 
 

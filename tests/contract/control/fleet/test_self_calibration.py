@@ -29,7 +29,7 @@ from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import Peers
 from meridian_control.offline.self_calibration import work
 from meridian_control.policy.formats import parse_toml, to_proto
-from meridian_control.policy.model import Policy, Who
+from meridian_control.policy.model import MAX_OVERRIDES, Override, Policy, Who
 from meridian_control.policy.schema import TelemetryPolicy
 from meridian_control.policy.shortening_kinds import ENTROPY, without
 from tests.contract.rollouts import Control, controlling
@@ -237,6 +237,26 @@ async def test_what_keeps_a_rule_from_being_found_is_said(control: Control, more
     row = await found(control)
     assert row.state == "recording"
     assert row.why.startswith(why)
+
+
+FULL = tuple(Override(tenant=f"t{number}") for number in range(MAX_OVERRIDES))
+
+
+async def test_a_policy_without_room_for_a_rule_stays_readable(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = ASKED.model_copy(update={"override": FULL})
+    await apply(control, full)
+    await records(control, EASY, ENOUGH)
+    row = await found(control)
+    assert (row.state, row.why) == ("recording", "the policy has 256 overrides, and no room for that of a rule")
+    monkeypatch.setattr(rule, "MAX_OVERRIDES", 257)
+    await control.fleet.part(SelfCalibration).tick()
+    row = await found(control)
+    assert (row.state, row.attempts) == ("nothing is safe", 1), "nobody could read a policy that does not fit"
+    assert row.why.startswith("the rule cannot be stored: override must have at most 256 entries")
+    assert await control.rollouts.store.active() is None
+    assert await policy_now(control) == full
 
 
 async def test_more_loss_needs_fewer_requests_and_other_probes_other_ones(control: Control) -> None:

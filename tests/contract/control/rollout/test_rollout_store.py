@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import text
 
-from meridian_control.common.errors import InvalidRequest, NotFound, RolloutActive, StoreUnavailable
+from meridian_control.common.errors import InvalidRequest, NotFound, PolicyError, RolloutActive, StoreUnavailable
 from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.model import MAX_OVERRIDES, Override
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.rollout import transitions as rules
 from meridian_control.rollout.plan import Plan
@@ -68,6 +69,18 @@ async def test_the_candidate_is_stored_and_not_in_force(address: str) -> None:
         assert [header.revision for header in await store.policies.history(9)] == [2, 1]
     async with opened(address) as store:
         assert await store.active() == await store.get(1) == await store.get(0) == made
+
+
+async def test_a_policy_that_could_not_be_read_again_is_not_stored(address: str) -> None:
+    """A policy that is made from another one is not checked by its schema."""
+    made = NEW.model_copy(update={"override": (Override(),) * (MAX_OVERRIDES + 1)})
+    async with opened(address) as store:
+        with pytest.raises(PolicyError, match="override must have at most 256 entries"):
+            await start(store, policy=made)
+        with pytest.raises(PolicyError, match="override must have at most 256 entries"):
+            await append(store.policies, made)
+        assert await store.active() is None
+        assert await in_force(store) == (1, OLD)
 
 
 async def test_a_change_is_made_to_what_is_stored(address: str) -> None:
