@@ -1,7 +1,8 @@
 """Calibrates an EAT rule on the episodes of self-calibration, or judges one, in a process of its own: this takes
 seconds of processor time, for which streams must not wait.
 
-`run` reads a task as JSON from standard input and writes the result as JSON to standard output.
+`run` reads a task from standard input: a line of JSON, and a line for each episode, also of JSON. It writes the result
+as JSON to standard output.
 """
 
 from __future__ import annotations
@@ -154,8 +155,9 @@ def stopping_rule(entropy: Mapping[str, Any]) -> StoppingRule:
 
 
 def work(task: dict[str, Any]) -> dict[str, Any]:
-    """Do a task: to judge its `rule`, or else to find one."""
-    base, rows = Policy.model_validate_json(task["base"]), [Episode.from_json(text) for text in task["episodes"]]
+    """Do a task: to judge its `rule`, or else to find one. Of several episodes of one request the newest counts."""
+    by_name = {episode.name: episode for episode in map(Episode.from_json, task["episodes"])}
+    base, rows = Policy.model_validate_json(task["base"]), [*by_name.values()]
     if "rule" in task:
         return judged(base, rows, task["rule"]["entropy"], task["rule"]["floor_tokens"])
     return found(base, rows, Goal(task["max_loss"], attempt=task["attempt"]))
@@ -163,7 +165,8 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
 
 def run() -> None:
     os.nice(10)
-    json.dump(work(json.load(sys.stdin)), sys.stdout)
+    task = json.loads(sys.stdin.readline())
+    json.dump(work(task | {"episodes": list(sys.stdin)}), sys.stdout)
 
 
 if __name__ == "__main__":

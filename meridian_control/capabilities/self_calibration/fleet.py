@@ -87,7 +87,8 @@ class SelfCalibration(FleetPart):
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.calibrate: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = self._calibrate
-        self._new: deque[tuple[str, Episode]] = deque(maxlen=MAX_WAITING)
+        # Episodes as JSON, each with the name of its traffic.
+        self._new: deque[tuple[str, str]] = deque(maxlen=MAX_WAITING)
         # By traffic, those of the newest requests last, how many requests this replica has recorded under the policy in
         # force, and left out for each reason.
         self._seen: dict[str, Counter[LeftOut | None]] = {}
@@ -124,7 +125,7 @@ class SelfCalibration(FleetPart):
         if len(self._seen) > MAX_TRAFFICS:
             del self._seen[next(iter(self._seen))]
         if not isinstance(found, LeftOut):
-            self._new.append((traffic, found))
+            self._new.append((traffic, found.to_json()))
 
     def policy_came(self, stored: StoredRevision) -> None:
         self._seen.clear()
@@ -315,14 +316,20 @@ class SelfCalibration(FleetPart):
         return result
 
     async def _calibrate(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Run a task in a process of its own. Raises CalibrationError."""
+        """Run a task in a process of its own. Raises CalibrationError.
+
+        The episodes follow the rest of the task a line each, because to write JSON within JSON takes so long that
+        streams would wait.
+        """
+        rest = {name: value for name, value in task.items() if name != "episodes"}
+        text = "\n".join([json.dumps(rest), *task["episodes"]])
         pipe = asyncio.subprocess.PIPE
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", WORKER, stdin=pipe, stdout=pipe, stderr=pipe
         )
         try:
             async with asyncio.timeout(PATIENCE_S):
-                out, complaint = await process.communicate(json.dumps(task).encode())
+                out, complaint = await process.communicate(text.encode())
         except TimeoutError:
             process.kill()
             raise CalibrationError(f"the calibration took more than {PATIENCE_S:g} s") from None
@@ -372,5 +379,5 @@ def _told(stored: StoredRevision) -> str:
     return f"revision {stored.revision} by {stored.author or 'nobody'}"
 
 
-def _task(own: Policy, episodes: list[Episode]) -> dict[str, Any]:
-    return {"base": own.model_dump_json(), "episodes": [episode.to_json() for episode in episodes]}
+def _task(own: Policy, episodes: list[str]) -> dict[str, Any]:
+    return {"base": own.model_dump_json(), "episodes": episodes}

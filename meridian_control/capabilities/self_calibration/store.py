@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import delete, func, insert, select, update
 
-from meridian_control.capabilities.self_calibration.episodes import Episode, Newest
+from meridian_control.capabilities.self_calibration.episodes import Newest
 from meridian_control.capabilities.self_calibration.learner import Learner
 from meridian_control.storage.database import utc
 from meridian_control.storage.tables import episodes as _episodes
@@ -30,9 +30,10 @@ class EpisodeStore:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, rows: Sequence[tuple[str, Episode]], now: datetime, keep: int) -> None:
-        """Add episodes, each with the name of its traffic, and drop all but the `keep` newest of these traffics."""
-        values = [{"traffic": traffic, "time": now, "episode": episode.to_json()} for traffic, episode in rows]
+    async def add(self, rows: Sequence[tuple[str, str]], now: datetime, keep: int) -> None:
+        """Add episodes as JSON, each with the name of its traffic, and drop all but the `keep` newest of these
+        traffics."""
+        values = [{"traffic": traffic, "time": now, "episode": episode} for traffic, episode in rows]
         async with self._database.writing(tell=False) as connection:
             await connection.execute(insert(_episodes), values)
             for traffic in {traffic for traffic, _ in rows}:
@@ -55,9 +56,9 @@ class EpisodeStore:
         async with self._database.reading() as connection:
             return int(await connection.scalar(query) or 0)
 
-    async def read(self, traffic: str, after: int, most: int) -> tuple[int, list[Episode]]:
-        """Return up to `most` of the newest episodes with higher numbers than `after`, one for each request, oldest
-        first; and the number of the newest one, `after` if there is none."""
+    async def read(self, traffic: str, after: int, most: int) -> tuple[int, list[str]]:
+        """Return up to `most` of the newest episodes with higher numbers than `after` as JSON, oldest first; and the
+        number of the newest one, `after` if there is none."""
         query = (
             select(_episodes.c.number, _episodes.c.episode)
             .where(_episodes.c.traffic == traffic, _episodes.c.number > after)
@@ -66,8 +67,7 @@ class EpisodeStore:
         )
         async with self._database.reading() as connection:
             rows = list(await connection.execute(query))
-        by_name = {episode.name: episode for episode in (Episode.from_json(row.episode) for row in reversed(rows))}
-        return (rows[0].number if rows else after), [*by_name.values()]
+        return (rows[0].number if rows else after), [row.episode for row in reversed(rows)]
 
     async def forget(self, traffic: str) -> None:
         """Drop all that is known of a traffic."""

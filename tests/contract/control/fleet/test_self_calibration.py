@@ -477,7 +477,7 @@ async def test_a_stored_name_without_room_in_an_override_is_forgotten(control: C
     part = control.fleet.part(SelfCalibration)
     assert part._store is not None
     long = WHO._replace(slo_class="x" * 1024)
-    await part._store.add([(long.traffic, EASY.episode(random.Random(1), "r"))], control.now, 10)
+    await part._store.add([(long.traffic, EASY.episode(random.Random(1), "r").to_json())], control.now, 10)
     await records(control, EASY, 4)
     assert [row.slo_class for row in await rows(control)] == [WHO.slo_class]
 

@@ -15,7 +15,7 @@ import pytest
 from meridian_control.capabilities.self_calibration.episodes import Episode, Sample
 from meridian_control.capabilities.self_calibration.learner import fewest
 from meridian_control.offline.calibration import Goal
-from meridian_control.offline.self_calibration import CHOSEN, found, judged
+from meridian_control.offline.self_calibration import CHOSEN, found, judged, work
 from meridian_control.policy.model import Policy
 from tests.fakes.episodes import GAP_TOKENS, Traffic
 
@@ -100,11 +100,22 @@ def test_an_answer_is_lost_if_it_changes_after_the_stop(
     assert (result["requests"], result["harmful"], result["first"]) == (1, harmful, pytest.approx(first))
 
 
+def test_of_several_episodes_of_a_request_the_newest_counts() -> None:
+    """A request may close on two replicas, one of which has lost its stream."""
+    kept, lost = episode((300, 0.05, 1), (400, 0.05, 2)), episode((300, 0.05, 1), (400, 0.05, 1))
+    for one, other, harmful in ((kept, lost, 1), (lost, kept, 0)):
+        task = {
+            "base": BASE.model_dump_json(),
+            "episodes": [one.to_json(), other.to_json()],
+            "rule": {"entropy": LEVEL, "floor_tokens": 256},
+        }
+        assert (work(task)["requests"], work(task)["harmful"]) == (1, harmful)
+
+
 def test_a_control_plane_needs_no_scipy_for_it() -> None:
     code = "import sys; sys.modules['scipy'] = None; from meridian_control.offline.self_calibration import run; run()"
     episodes = [each.to_json() for each in EASY.episodes(random.Random(1), 60)]
-    task = {"base": BASE.model_dump_json(), "episodes": episodes, "max_loss": 0.3, "attempt": 1}
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(task), capture_output=True, text=True, check=True
-    )
+    task = {"base": BASE.model_dump_json(), "max_loss": 0.3, "attempt": 1}
+    lines = "\n".join([json.dumps(task), *episodes])
+    done = subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["rule"]["saved"] > 0
