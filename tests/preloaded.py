@@ -51,6 +51,7 @@ PROGRAMS = {
     str(EXAMPLES / "async_llm.py"): "vllm",
     str(EXAMPLES / "llm.py"): "vllm",
     "meridian_control": "control",
+    "tests.answering": "control",
     "tests.chaos.engine": "vllm",
     "tests.chaos.foreign": "control",
     "tests.engine.lacking": "vllm",

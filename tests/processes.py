@@ -291,3 +291,9 @@ class Control:
 
         engine: fleet_pb2.Engine = wait_for(quiet, 10, "every decision to have its outcome")
         return engine
+
+
+class Answering(Control):
+    """A control plane that answers every report, so that an agent can wait until every decision has arrived."""
+
+    module = "tests.answering"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import TYPE_CHECKING, Any
 
@@ -112,11 +111,10 @@ class Run:
 
         With `settled`, each step waits until the reports before it are answered.
         """
-        with settled.between_steps() if settled else contextlib.nullcontext() as answered:
-            for _ in range(limit):
-                if not self._llm.llm_engine.has_unfinished_requests() or (done is not None and done()):
-                    return
-                self.step()
-                if answered is not None:
-                    answered()
+        for _ in range(limit):
+            if not self._llm.llm_engine.has_unfinished_requests() or (done is not None and done()):
+                return
+            self.step()
+            if settled is not None:
+                settled()
         raise AssertionError(f"not done after {limit} steps")

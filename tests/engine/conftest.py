@@ -15,10 +15,10 @@ import pytest
 
 from meridian_agent.link import control_stream
 from tests.engine import ENGINE_ARGS, cases, chat
-from tests.engine.pacing import SOON_S, Settled, watch
+from tests.engine.pacing import SOON_S, Settled
 from tests.engine.policies import NEUTRAL
 from tests.engine.served import APART, governed
-from tests.processes import ENGINE_ENV, Control, free_port
+from tests.processes import ENGINE_ENV, Answering, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
     from tests.engine.served import Served
+    from tests.processes import Control
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def control(folder: Path) -> Iterator[Control]:
-    control = Control(folder, options=["--metrics-listen", f"127.0.0.1:{free_port()}"])
+    control = Answering(folder, options=["--metrics-listen", f"127.0.0.1:{free_port()}"])
     yield control
     control.process.stop()
 
@@ -69,13 +70,12 @@ def llm(stock_tokens: Path, control: Control) -> Iterator[LLM]:
 
     # vLLM loads its plugins only once, and a test before may have had it load them without a control plane.
     vllm.plugins.plugins_loaded = False
-    watch()
 
     # On shared cores several threads of one engine wait for each other at every operation.
     torch.set_num_threads(1)
     llm = vllm.LLM(**ENGINE_ARGS)
     control.engine()
-    control.caught_up = Settled(llm.llm_engine.engine_core.engine_core.scheduler, control)
+    control.caught_up = Settled(llm.llm_engine.engine_core.engine_core.scheduler)
     # The engine's many objects stay until the end, so no garbage collection needs to look at them.
     gc.freeze()
     yield llm
@@ -88,9 +88,9 @@ def scheduler(llm: LLM) -> Any:
 
 
 @pytest.fixture(scope="session")
-def settled(scheduler: Any, control: Control) -> Settled:
+def settled(scheduler: Any) -> Settled:
     """Return an object that waits until all reports are answered."""
-    return Settled(scheduler, control)
+    return Settled(scheduler)
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,10 @@ from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import confirmed
-from tests.processes import wait_for
+from tests.processes import Control, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from tests.processes import Control
 
 
 @pytest.fixture
@@ -31,6 +29,18 @@ def resting(llm: Any, agent: Any) -> Iterator[Run]:
     run.until(lambda: len(run.tokens["rests-0"]) > 20)
     yield run
     run.until()
+
+
+@pytest.fixture
+def answers_seldom(control: Control) -> Iterator[None]:
+    """Run the product's own program as the control plane, which answers at most once a second."""
+    control.process.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "module", Control.module)
+        control.start()
+        yield
+        control.process.stop()
+    control.start()
 
 
 def test_a_request_that_ends_at_a_stop_string_is_reported(
@@ -133,6 +143,7 @@ def test_a_new_stream_gets_a_snapshot_without_a_step(
     control.settled()
 
 
+@pytest.mark.usefixtures("answers_seldom")
 def test_no_stream_is_cut_after_a_long_rest(
     agent: Any, control: Control, resting: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.processes import ROOT, Control, free_port
+from tests.processes import ROOT, Answering, free_port
 from tests.vllm_suite import compare, models, sources
 
 if TYPE_CHECKING:
@@ -100,12 +100,6 @@ def _run(arm: str, folder: Path, where: list[str], tests: list[str], broken: str
             env |= {"MERIDIAN_CONTROL": target, "MERIDIAN_STATE_DIR": str(own / "state")}
         subprocess.run(command, cwd=tree, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
     return compare.read((own / "results").read_text().splitlines())
-
-
-class Answering(Control):
-    """A control plane that answers every report."""
-
-    module = "tests.vllm_suite.control"
 
 
 @contextlib.contextmanager

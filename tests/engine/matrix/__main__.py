@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.engine.matrix import connectors, features_of, grown, results
 from tests.engine.matrix.builds import BUILDS, version_here
-from tests.processes import ENGINE_ENV, Control, Process
+from tests.processes import ENGINE_ENV, Answering, Process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def run(build: str, folder: Path, features: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield a line for each feature of a build as it comes; features without a line have failed."""
     waiting = {f.name: f for f in features_of(build) if not features or f.name in features}
-    control = Control(folder)
+    control = Answering(folder)
     try:
         command = [sys.executable, "-m", "tests.engine.matrix.child", build, control.target, *features]
         env = {

@@ -18,7 +18,7 @@ from tests.engine.matrix import features_of, grown
 from tests.engine.matrix.asks import Ask
 from tests.engine.matrix.builds import BUILDS, prepare, version_here
 from tests.engine.matrix.stock import Stock, StockFailed
-from tests.engine.pacing import SOON_S, watch
+from tests.engine.pacing import SOON_S
 from tests.needed import vocabulary_folder
 from tests.processes import Control
 
@@ -38,7 +38,6 @@ def start(build: Build, control: Control, stock: Stock) -> Engine:
     from tests.engine.matrix.engine import Engine
 
     prepare(build)
-    watch()
     # Other markers take effect with the next stream.
     control_stream.BACKOFF_S = SOON_S
     llm = vllm.LLM(**build.engine_args())

@@ -48,7 +48,7 @@ class Engine:
         self.build, self.llm, self.control, self.stock = build, llm, control, stock
         self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self.agent = self.scheduler._agent
-        self.settled = control.caught_up = Settled(self.scheduler, control)
+        self.settled = control.caught_up = Settled(self.scheduler)
         # The tokens of the markers. start, end: the first token of each.
         self.ending: list[int] = list(self.agent.tracker.markers.ending)
         self.end: int = self.agent.tracker.markers.end[0]
