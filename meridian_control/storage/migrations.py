@@ -27,9 +27,10 @@ def _add_what_is_missing(connection: Connection) -> None:
     versions.create(connection, checkfirst=True)
     if (connection.scalar(select(func.max(versions.c.version))) or 0) >= VERSION:
         return
-    METADATA.create_all(connection)
     inspector = inspect(connection)
-    for table in METADATA.sorted_tables:
+    older = [table for table in METADATA.sorted_tables if inspector.has_table(table.name)]
+    METADATA.create_all(connection, [table for table in METADATA.sorted_tables if table not in older], checkfirst=False)
+    for table in older:
         present = {column["name"] for column in inspector.get_columns(table.name)}
         for column in table.columns:
             if column.name not in present:
