@@ -179,7 +179,7 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture
 def postgres_address(postgres: Postgres) -> str:
-    """Return the address of an empty database."""
+    """Return the address of a database without rows."""
     return postgres.database()
 
 

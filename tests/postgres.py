@@ -7,6 +7,7 @@ cannot reach are copied first.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import os
 import pwd
@@ -40,6 +41,8 @@ PASSES = "UPDATE own_time SET seconds = seconds + $1"
 IN_MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 # A server that is killed leaves its shared memory behind, so that lies beside the data.
 SHARED = "dynamic_shared_memory_type=mmap"
+# Name of the database that others are copies of.
+MIGRATED = "migrated"
 
 
 class Postgres:
@@ -104,15 +107,31 @@ class Postgres:
         shutil.rmtree(self.data)
         shutil.rmtree(self.folder)
 
-    def database(self) -> str:
-        """Create an empty database and return its address; not for use inside an event loop."""
+    def database(self, empty: bool = False) -> str:
+        """Create a database without rows and return its address; not for use inside an event loop.
+
+        The database has this version's schema, as a copy of one that was migrated, or no table at all if `empty`.
+        """
         name = f"test_{uuid.uuid4().hex}"
-        asyncio.run(self._execute(f"CREATE DATABASE {name}"))
+        asyncio.run(self._execute(f"CREATE DATABASE {name} TEMPLATE {'template1' if empty else self._migrated}"))
+        return self._address(name)
+
+    @functools.cached_property
+    def _migrated(self) -> str:
+        from meridian_control.storage.database import Database
+
+        async def migrate() -> None:
+            await self._execute(f"CREATE DATABASE {MIGRATED}")
+            await (await Database.open(self._address(MIGRATED))).close()
+
+        asyncio.run(migrate())
+        return MIGRATED
+
+    def _address(self, name: str) -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
 
     async def _execute(self, statement: str) -> None:
-        address = f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
-        connection = await asyncpg.connect(address, timeout=60)
+        connection = await asyncpg.connect(self._address("postgres"), timeout=60)
         try:
             await connection.execute(statement)
         finally:

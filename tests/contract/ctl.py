@@ -20,6 +20,7 @@ from meridian_control.policy.store import PolicyStore
 from meridian_control.server.policy_service import PolicyService
 from meridian_control.storage.database import Database
 from tests.contract.gated import gated
+from tests.fakes.migrated import migrated
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
@@ -141,7 +142,7 @@ def subject(engine_id: str, request_id: str) -> Subject:
 
 @pytest.fixture
 async def control(tmp_path: Path) -> AsyncIterator[Control]:
-    store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"))
+    store = PolicyStore(await Database.open(migrated(tmp_path / "policy.db")))
     fleet = FakeFleet()
     async with gated(store.database) as (server, target):
         service = PolicyService(store, lambda: NOW, lambda _: None, subject)

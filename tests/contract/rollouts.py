@@ -20,6 +20,7 @@ from tests.fakes.agent import hello
 from tests.fakes.control import control_plane, kill, running
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.migrated import migrated
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -154,5 +155,5 @@ async def controlling(address: str, leads: bool = True) -> AsyncIterator[Control
 @pytest.fixture
 async def control(tmp_path: Path) -> AsyncIterator[Control]:
     """Yield a control plane on a file."""
-    async with controlling(f"sqlite+aiosqlite:///{tmp_path / 'm.db'}") as control:
+    async with controlling(migrated(tmp_path / "m.db")) as control:
         yield control

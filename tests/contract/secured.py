@@ -20,6 +20,7 @@ from tests.certificates import Authority
 from tests.contract.clients import OWN_CONNECTION, Clients
 from tests.fakes.control import control_plane, utc_now
 from tests.fakes.linked import until
+from tests.fakes.migrated import migrated
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -97,7 +98,7 @@ async def securing(
     folder: Path, address: str = "", limits: CallLimits | None = None, client_ca: bool = True
 ) -> AsyncIterator[Secured]:
     """Run a `Secured` on the database at `address`, by default a SQLite file in `folder`."""
-    store = PolicyStore(await Database.open(address or f"sqlite+aiosqlite:///{folder / 'meridian.db'}"))
+    store = PolicyStore(await Database.open(address or migrated(folder / "meridian.db")))
     secured = Secured(folder, store, limits, client_ca)
     try:
         await secured.start()

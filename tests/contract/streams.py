@@ -16,6 +16,7 @@ from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.storage.database import Database
 from tests.fakes.control import control_plane, kill, running, utc_now
 from tests.fakes.fleets import engines_of, requests_of
+from tests.fakes.migrated import migrated
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Control:
 
 @asynccontextmanager
 async def controlling(path: Path) -> AsyncIterator[Control]:
-    store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{path}"))
+    store = PolicyStore(await Database.open(migrated(path)))
     control = Control(store)
     async with running(control):
         yield control

@@ -191,7 +191,7 @@ def test_upgrade_and_back(
     tmp_path: Path, versions: tuple[Version, Version], shared: bool, request: pytest.FixtureRequest
 ) -> None:
     """Both control planes govern both agents, and every answer obeys a cap that was in force."""
-    store = request.getfixturevalue("postgres").database() if shared else str(tmp_path / "policy.db")
+    store = request.getfixturevalue("postgres").database(empty=True) if shared else str(tmp_path / "policy.db")
     fleet = Fleet(tmp_path, versions, store, shared)
     try:
         for engine in fleet.engines.values():

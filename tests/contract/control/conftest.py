@@ -8,6 +8,7 @@ import pytest
 
 from tests.contract.control.app.test_server import Process
 from tests.contract.secured import Secured, securing
+from tests.fakes.migrated import migrated
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the address of an empty database, of each kind in turn."""
+    """Return the address of a database without rows, of each kind in turn."""
     if request.param == "sqlite":
-        return f"sqlite+aiosqlite:///{tmp_path / 'meridian.db'}"
+        return migrated(tmp_path / "meridian.db")
     return str(request.getfixturevalue("postgres").database())
 
 

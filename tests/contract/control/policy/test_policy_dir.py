@@ -18,6 +18,7 @@ from meridian_control.policy.model import Policy
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.storage.database import Database
 from tests.fakes.linked import until
+from tests.fakes.migrated import migrated
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,7 +54,7 @@ def mounted(tmp_path: Path) -> ConfigMap:
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[PolicyStore]:
-    opened = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"))
+    opened = PolicyStore(await Database.open(migrated(tmp_path / "policy.db")))
     yield opened
     await opened.database.close()
 

@@ -25,6 +25,7 @@ from meridian_control.server.policy_service import PolicyService
 from meridian_control.storage.database import Database
 from tests.contract.gated import gated
 from tests.contract.streams import refusal
+from tests.fakes.migrated import migrated
 from tests.processes import ROOT
 
 DATA = ROOT / "tests" / "data" / "policies"
@@ -62,7 +63,7 @@ def subject(engine_id: str, request_id: str) -> Subject:
 
 @asynccontextmanager
 async def serving(path: Path) -> AsyncIterator[Service]:
-    store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{path}"))
+    store = PolicyStore(await Database.open(migrated(path)))
     changes: list[StoredRevision] = []
     try:
         async with stub(store, changes.append) as served:
@@ -363,7 +364,7 @@ class PausingStore(PolicyStore):
 
 
 async def test_a_caller_that_hangs_up_does_not_hide_the_change(tmp_path: Path) -> None:
-    store = PausingStore(await Database.open(f"sqlite+aiosqlite:///{tmp_path / 'policy.db'}"))
+    store = PausingStore(await Database.open(migrated(tmp_path / "policy.db")))
     store.committed, store.go_on = asyncio.Event(), asyncio.Event()
     changed: asyncio.Future[StoredRevision] = asyncio.Future()
     async with stub(store, changed.set_result) as served, asyncio.timeout(120):

@@ -36,6 +36,7 @@ from tests.contract.secured import DENIED, METHODS, code_of
 from tests.fakes.control import asking, control_plane, utc_now
 from tests.fakes.fleets import requests_of
 from tests.fakes.linked import LinkedEngine, until
+from tests.fakes.migrated import migrated
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -76,7 +77,7 @@ class Open:
 
 @asynccontextmanager
 async def opened(folder: Path, access: Access, tls: bool = False, listen: str = "[::]:0") -> AsyncIterator[Open]:
-    store = PolicyStore(await Database.open(f"sqlite+aiosqlite:///{folder / 'meridian.db'}"))
+    store = PolicyStore(await Database.open(migrated(folder / "meridian.db")))
     parts = control_plane(store, access=access)
     authority = Authority(folder) if tls else None
     issued = authority.issue("server") if authority else None

@@ -49,6 +49,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "policy.db"
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def address(request: pytest.FixtureRequest, path: Path) -> str:
+    """Return the address of an empty database, of each kind in turn."""
+    if request.param == "sqlite":
+        return f"sqlite+aiosqlite:///{path}"
+    return str(request.getfixturevalue("postgres").database(empty=True))
+
+
 @pytest.fixture
 def file(path: Path) -> str:
     """Return the address of a SQLite store."""
