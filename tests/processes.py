@@ -75,6 +75,8 @@ def free_port() -> int:
 BUSY = 6
 # Deadline of a call in seconds.
 RPC_S = 60.0
+# Options of a channel that soon connects again.
+SOON = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
@@ -161,6 +163,8 @@ class Control:
         {"entropy": {"holdout_share": 0.0}, "telemetry": {"shadow_sample_ratio": 1.0}}
     )
     listen = ""
+    # The channel that is open; a control plane that is started again gets another one.
+    _channel: grpc.Channel | None = None
     # Waits until the control plane has all reports that the engine has sent; only an engine in this process knows.
     caught_up: Callable[[], object] = staticmethod(lambda: None)
 
@@ -200,6 +204,7 @@ class Control:
             "",
         ]
         store = ["--store", str(self.folder / "meridian.db")]
+        self._channel = None
         self.process = Process([*command, *store, *self.options], self.folder / "control.log")
         if self.cores is not None:
             os.sched_setaffinity(self.process.popen.pid, self.cores)
@@ -212,9 +217,12 @@ class Control:
 
     @contextlib.contextmanager
     def channel(self) -> Iterator[grpc.Channel]:
-        tls = self.credentials
-        with grpc.secure_channel(self.target, tls) if tls else grpc.insecure_channel(self.target) as channel:
-            yield channel
+        """Yield a channel, which stays open for the next calls: to open one takes longer than a call."""
+        if self._channel is None:
+            target, tls = self.target, self.credentials
+            made = grpc.secure_channel(target, tls, SOON) if tls else grpc.insecure_channel(target, SOON)
+            self._channel = made
+        yield self._channel
 
     def engines(self) -> list[fleet_pb2.Engine]:
         with self.channel() as channel:
