@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 from meridian_agent.core.plain_log import PlainLog
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 # A busy machine would exceed Hypothesis's own time limits. Each run tries other examples, so a few in each suffice.
 settings.register_profile("meridian", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("meridian")
+
+# Otherwise each run of the command line builds the tree of all commands anew.
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]
 
 # Groups of tests in the order in which they begin: the longest first, with groups that keep a core busy beside groups
 # that wait. All other groups follow in the order of collection.
