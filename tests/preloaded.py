@@ -43,6 +43,11 @@ IMPORTS = {
         "vllm.model_executor.models.qwen3",
         # The compiled code with which the worker measures logits.
         "meridian_kernels.one_pass",
+        # What test processes import besides.
+        "hypothesis",
+        "meridian_control.app.main",
+        "meridian_control.cli.main",
+        "openai",
     ),
 }
 # The server that forks each program; a program is a module, as after `python -m`, or a script.
