@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
@@ -62,9 +63,11 @@ class Served:
     def ready(self) -> bool:
         assert self.process.popen.poll() is None, self.process.output()[-3000:]
         try:
+            # A client of HTTP takes far longer to make, and a server listens only at the end of its start.
+            socket.create_connection(("127.0.0.1", self.port), 2).close()
             # Without `verify=False` each call reads all certificate authorities, which takes longer than the call.
             return httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2, verify=False).status_code == 200
-        except httpx.HTTPError:
+        except (httpx.HTTPError, OSError):
             return False
 
     def client(self) -> openai.AsyncOpenAI:
