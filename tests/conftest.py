@@ -20,6 +20,7 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 
 from meridian_agent.core.plain_log import PlainLog
+from tests.engine import FIRST_TOKENS
 from tests.postgres import Postgres
 from tests.preloaded import TEST_PROCESS, Servers
 from tests.processes import ENGINE_ENV, Process, wait_for
@@ -208,7 +209,13 @@ def stock_tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def stock(stock_tokens: Path) -> list[list[int]]:
+def stock(whole_stock: list[list[int]]) -> list[list[int]]:
+    """Return stock's first tokens for `tests.engine.cases()`, as many as `test_equality.GREEDY` asks for."""
+    return [tokens[:FIRST_TOKENS] for tokens in whole_stock]
+
+
+@pytest.fixture(scope="session")
+def whole_stock(stock_tokens: Path) -> list[list[int]]:
     """Return the greedy token ids of stock vLLM for `tests.engine.cases()`."""
     try:
         wait_for(stock_tokens.exists, 100, "stock vLLM's tokens")

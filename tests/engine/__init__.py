@@ -26,7 +26,9 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 # As the API server tells of a chat that the model's own template has rendered, which strips thinking.
 STRIPPED = {"meridian_chat_template": "{}"}
-MAX_TOKENS = 128
+# Tokens of stock's reference, and the first of them that most tests compare. By then each case has ended its thinking,
+# by itself or by a test's cap.
+MAX_TOKENS, FIRST_TOKENS = 128, 64
 CASES = 6
 
 

@@ -12,7 +12,7 @@ import json
 import signal
 from typing import Any
 
-from tests.engine import ENGINE_ARGS, MAX_TOKENS, cases, chat
+from tests.engine import ENGINE_ARGS, FIRST_TOKENS, cases, chat
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     setattr(Scheduler, "__init__", second_rank)  # noqa: B010
     llm = vllm.LLM(**{**ENGINE_ARGS, "enable_prefix_caching": False})
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    tokens = chat(llm, cases(), vllm.SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+    tokens = chat(llm, cases(), vllm.SamplingParams(temperature=0.0, max_tokens=FIRST_TOKENS))
     print("\n" + json.dumps({"scheduler": type(scheduler).__name__, "tokens": tokens}), flush=True)
     signal.sigwait({signal.SIGTERM})
 

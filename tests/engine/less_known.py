@@ -12,7 +12,7 @@ import json
 import signal
 from typing import Any
 
-from tests.engine import ENGINE_ARGS, MAX_TOKENS, cases, chat
+from tests.engine import ENGINE_ARGS, FIRST_TOKENS, cases, chat
 
 # The id of a token that no text in the cases has.
 UNREADABLE = 300
@@ -65,7 +65,7 @@ def main() -> None:
         setattr(owner, name, broken(name))
     llm = vllm.LLM(**ENGINE_ARGS)
     agent = llm.llm_engine.engine_core.engine_core.scheduler._agent
-    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": FIRST_TOKENS}
     tokens = chat(llm, cases(), vllm.SamplingParams(**greedy))
     params = vllm.SamplingParams(**greedy, extra_args={"meridian_max_think_tokens": 9})
     capped = chat(llm, cases(), params)

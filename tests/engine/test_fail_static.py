@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core.probe_admission import MAX_HOLD_MS
-from tests.engine import ENGINE_ARGS, MAX_TOKENS, Run, cases, chat
+from tests.engine import ENGINE_ARGS, FIRST_TOKENS, Run, cases, chat
 from tests.engine.policies import CONVERGED, NEUTRAL
 from tests.engine.recording import records
 from tests.engine.test_budgets import shown
@@ -94,7 +94,7 @@ def test_frozen_output_is_stocks(
     before = control.settled()
     assert chat(llm, cases(), GREEDY) == stock
     assert scheduler.max_num_active_reqs == PLACES
-    own = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, extra_args={"meridian_max_think_tokens": 3})
+    own = SamplingParams(temperature=0.0, max_tokens=FIRST_TOKENS, extra_args={"meridian_max_think_tokens": 3})
     assert chat(llm, cases(), own) == stock
     after = control.settled()
     assert after.token_events > before.token_events

@@ -19,7 +19,7 @@ from meridian_agent.link import inbox
 from meridian_agent.link.inbox import INBOX_MESSAGES
 from tests.chaos.foreign import FLOOD, FOREIGN_REVISION
 from tests.chaos.versions import FIRST_VERSION, NEXT_VERSION
-from tests.engine import MAX_TOKENS, Run, cases, chat, paced
+from tests.engine import FIRST_TOKENS, Run, cases, chat, paced
 from tests.engine.policies import DENSE
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import CAPPED
@@ -159,7 +159,7 @@ def test_a_flood_of_decisions(  # noqa: PLR0917
                     decisions.append(link.inbox._in - link.inbox._out)
                 assert len(run.finished) < 100 * len(stock), "the flood's stream was not ended"
             assert list(run.tokens.values()) == stock * (len(run.tokens) // len(stock))
-            assert {len(tokens) <= MAX_TOKENS for tokens in run.tokens.values()} == {True}
+            assert {len(tokens) <= FIRST_TOKENS for tokens in run.tokens.values()} == {True}
     finally:
         logger.removeHandler(caplog.handler)
     assert max(messages) <= INBOX_MESSAGES + 1

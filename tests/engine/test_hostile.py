@@ -11,7 +11,7 @@ import pytest
 
 from meridian_agent.core import directives, probe_admission
 from tests.engine import Run, cases
-from tests.engine.test_equality import GREEDY
+from tests.engine.test_equality import WHOLE
 from tests.engine.test_faults import rebuilt  # noqa: F401 - a fixture
 from tests.fuzz import agent as hostile
 
@@ -36,7 +36,7 @@ def test_a_hostile_control_plane(llm: Any, agent: Any, scheduler: Any, monkeypat
     run, said = Run(llm), messages()
     chosen = [{**case, "template": {"open_think": True}} for case in cases()]
     for name, case in enumerate(chosen * 3):
-        run.add(f"hostile-{name}", case, copy.deepcopy(GREEDY))
+        run.add(f"hostile-{name}", case, copy.deepcopy(WHOLE))
     while llm.llm_engine.has_unfinished_requests():
         for message in itertools.islice(said, PER_STEP):
             link._receive(message)

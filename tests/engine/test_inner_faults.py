@@ -29,7 +29,7 @@ from meridian_agent.link import control_stream as link_module
 from meridian_agent.link import outbox as outbox_module
 from tests.engine import Run, cases, chat, prompt_ids
 from tests.engine.test_decisions import endless, opened
-from tests.engine.test_equality import GREEDY
+from tests.engine.test_equality import GREEDY, WHOLE
 from tests.engine.test_fail_static import CAPPED
 from tests.processes import wait_for
 
@@ -97,7 +97,7 @@ def test_a_full_ring(  # noqa: PLR0917
     llm: Any,
     agent: Any,
     control: Control,
-    stock: list[list[int]],
+    whole_stock: list[list[int]],
     gate: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -122,9 +122,9 @@ def test_a_full_ring(  # noqa: PLR0917
     run.step()
     wait_for(standing.is_set, 20, "the sender to take a record")
     for i, case in enumerate(cases()):
-        run.add(f"{i}", case, GREEDY.clone())
+        run.add(f"{i}", case, WHOLE.clone())
     run.until(lambda: len(run.finished) == len(cases()))
-    assert [run.tokens[f"{i}"] for i in range(len(cases()))] == stock
+    assert [run.tokens[f"{i}"] for i in range(len(cases()))] == whole_stock
     assert ring.qsize() == FULL
     # The record in the sender's hands left room for at most one more.
     assert link.outbox.reports_dropped - dropped > 100

@@ -13,7 +13,7 @@ from meridian_agent.vllm_adapter.server_metrics import KV_TOKENS, NAMES, REQUEST
 from tests.engine import Run, cases, chat, paced, prompt_ids
 from tests.engine.policies import CONVERGED
 from tests.engine.test_decisions import endless, opened
-from tests.engine.test_equality import GREEDY
+from tests.engine.test_equality import GREEDY, WHOLE
 from tests.engine.test_metrics import scraped
 
 if TYPE_CHECKING:
@@ -81,5 +81,5 @@ def test_tokens_that_rules_save(llm: Any, agent: Any, control: Control, settled:
 
     control.apply({**CONVERGED, "scheduler": {"max_think_tokens": 200, "min_think_tokens": 4}})
     before, told = counters(), counted()
-    paced(llm, cases(), GREEDY, settled)
+    paced(llm, cases(), WHOLE, settled)
     assert counters()[1] - before[1] == counted() - told > 0

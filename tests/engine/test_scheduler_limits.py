@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import SamplingParams
 
 from meridian_agent.core.probe_admission import PREFIX
-from tests.engine import ENGINE_ARGS, MAX_TOKENS, Run, cases, chat
+from tests.engine import ENGINE_ARGS, FIRST_TOKENS, Run, cases, chat
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_equality import GREEDY
 from tests.processes import wait_for
@@ -86,7 +86,7 @@ def test_prompts_are_cut_to_the_limits_unless_a_cpu_cannot_cut_them(  # noqa: PL
         return output
 
     monkeypatch.setattr(scheduler, "schedule", watched)
-    seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=MAX_TOKENS)
+    seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=FIRST_TOKENS)
     llm.llm_engine.reset_prefix_cache()
     free = chat(llm, cases(), seeded)
     assert most["step"] > 3 * block
