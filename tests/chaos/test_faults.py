@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LEASE_S, CAP = 0.5, 12
 # Most tokens of a request: a cap shows in the first ones after it.
-TOKENS = 40
+TOKENS = 24
 CAPPED: dict[str, Any] = {
     "scheduler": {"max_think_tokens": CAP, "lease_ms": int(LEASE_S * 1000)},
     "fallback": {"lease_ms": int(LEASE_S * 2000)},
