@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Requests of a very large message, and of a large one; and reports of another engine that must be answered before
 # such a message is taken in. With a fair share some hundred are; one piece of work lets none of them through, or a few
 # that came between its parts.
-MOST, MANY, ANSWERED = 24_000, 12_000, 8
+MOST, MANY, ANSWERED = 16_000, 6_000, 8
 
 
 class Asking(RawEngine):
