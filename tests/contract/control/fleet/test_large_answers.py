@@ -23,12 +23,12 @@ from tests.processes import BUSY
 if TYPE_CHECKING:
     from tests.contract.streams import Control
 
-REQUESTS, TEXT = 10_000, "x" * 500
+# Requests that fill more than a message between replicas, and as many as fill several pages.
+MANY, SOME, TEXT = 10_000, 2_000, "x" * 500
 
 
-@pytest.fixture
-def names(control: Control) -> list[str]:
-    """Connect an engine whose requests fill more than a message, and return their ids in order."""
+def connected(control: Control, number: int) -> list[str]:
+    """Connect an engine with so many large requests, and return their ids in order."""
     connection = control.fleet.join(hello())
     requests = [
         agent_pb2.RequestOpened(
@@ -41,7 +41,7 @@ def names(control: Control) -> list[str]:
             phase=agent_pb2.PHASE_THINK,
             think_tokens=slot,
         )
-        for slot in range(REQUESTS)
+        for slot in range(number)
     ]
     snapshot = agent_pb2.Snapshot(step=1, requests=requests)
     at_once(control.fleet.receiving(connection, agent_pb2.ConnectRequest(snapshot=snapshot)))
@@ -56,7 +56,8 @@ async def all_pages(call: Any, request: Any) -> list[Any]:
     return pages
 
 
-async def test_pages_have_a_bound_in_bytes(control: Control, names: list[str]) -> None:
+async def test_pages_have_a_bound_in_bytes(control: Control) -> None:
+    names = connected(control, SOME)
     # This client has gRPC's own limits.
     async with grpc.aio.insecure_channel(control.target) as channel:
         stub = fleet_pb2_grpc.FleetServiceStub(channel)
@@ -65,9 +66,8 @@ async def test_pages_have_a_bound_in_bytes(control: Control, names: list[str]) -
     assert max(page.ByteSize() for page in pages) <= PAGE_BYTES + 64
 
 
-async def test_replicas_get_all_requests_in_pages(
-    control: Control, names: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_replicas_get_all_requests_in_pages(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = connected(control, MANY)
     # This process makes the answers, too, and on a busy machine that may take longer than a replica waits.
     monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 60 * BUSY)
     async with grpc.aio.insecure_channel(control.target, OPTIONS) as channel:
@@ -80,9 +80,10 @@ async def test_replicas_get_all_requests_in_pages(
         assert max(page.ByteSize() for page in pages) <= REPLICA_BYTES + 64
 
 
-async def test_a_replica_of_an_older_version_gets_one_page(
-    control: Control, names: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_of_an_older_version_gets_one_page(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = connected(control, SOME)
+    # The requests do not fit into a page of any other caller.
+    monkeypatch.setattr(fleet_service, "REPLICA_BYTES", PAGE_BYTES)
     async with grpc.aio.insecure_channel(control.target, OPTIONS) as channel:
         stub = fleet_pb2_grpc.FleetServiceStub(channel)
         answer = await stub.ListRequests(fleet_pb2.ListRequestsRequest(local_only=True))
@@ -94,16 +95,15 @@ async def test_a_replica_of_an_older_version_gets_one_page(
 
 
 @pytest.mark.parametrize("local_only", [False, True])
-async def test_a_watcher_sees_the_requests_that_think_most(
-    control: Control, names: list[str], local_only: bool
-) -> None:
+async def test_a_watcher_sees_the_requests_that_think_most(control: Control, local_only: bool) -> None:
+    names = connected(control, MANY)
     async with grpc.aio.insecure_channel(control.target, [("grpc.max_receive_message_length", 20 << 20)]) as channel:
         call = fleet_pb2_grpc.FleetServiceStub(channel).WatchFleet(fleet_pb2.WatchFleetRequest(local_only=local_only))
         state: Any = await call.read()
         call.cancel()
     assert WATCH_BYTES * 0.9 < state.ByteSize() <= WATCH_BYTES + 64
     shown = len(state.requests)
-    assert state.requests_left_out == REQUESTS - shown > 0
+    assert state.requests_left_out == MANY - shown > 0
     assert [live.request_id for live in state.requests] == names[-shown:], "in the usual order"
     assert len(state.engines) == 1
 
