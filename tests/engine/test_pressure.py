@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 ANSWER = {"enable_thinking": False}
 
 
+BLOCKS: int = ENGINE_ARGS["num_gpu_blocks_override"]
+
+
 @contextlib.contextmanager
-def half_the_cache(llm: Any) -> Iterator[None]:
-    """Hold half of the engine's blocks, so that shorter requests fill the others."""
+def half_the_cache(llm: Any, held_blocks: int = BLOCKS // 2) -> Iterator[None]:
+    """Hold half of the engine's blocks, or so many, so that shorter requests fill the others."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-    held = pool.get_new_blocks(ENGINE_ARGS["num_gpu_blocks_override"] // 2)
+    held = pool.get_new_blocks(held_blocks)
     try:
         yield
     finally:
@@ -44,13 +47,13 @@ def pressure(llm: Any, agent: Any, control: Control, settled: Settled | None = N
     before = agent.preempted_think, agent.output_critical
     run = Run(llm)
     for i in range(5):
-        run.add(f"think-{i}", opened(i), endless(agent, max_tokens=200))
+        run.add(f"think-{i}", opened(i), endless(agent, max_tokens=100))
     for i in range(3):
-        run.add(f"answer-{i}", {**cases()[i], "template": ANSWER}, endless(agent, max_tokens=130))
-    with half_the_cache(llm):
+        run.add(f"answer-{i}", {**cases()[i], "template": ANSWER}, endless(agent, max_tokens=65))
+    with half_the_cache(llm, BLOCKS * 3 // 4):
         run.until(settled=settled)
-    assert {len(t) for n, t in run.tokens.items() if n.startswith("answer")} == {130}
-    assert {len(t) for n, t in run.tokens.items() if n.startswith("think")} == {200}
+    assert {len(t) for n, t in run.tokens.items() if n.startswith("answer")} == {65}
+    assert {len(t) for n, t in run.tokens.items() if n.startswith("think")} == {100}
     control.settled()
     return agent.preempted_think - before[0], agent.output_critical - before[1]
 
