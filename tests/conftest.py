@@ -51,7 +51,6 @@ FIRST = (
     "tests/contract/control/fleet/test_whole_fleet.py",
     "tests/engine/test_matrix.py[ngram",
     "tests/engine/test_data_parallel.py",
-    "tests/engine/test_gateway.py",
     "tests/engine/test_served.py",
     "tests/contract/control/app/test_server.py",
     "tests/engine/test_matrix.py[async",
@@ -67,7 +66,6 @@ OF_THEIR_OWN = (
     "copied_effort",
     "data_parallel",
     "examples",
-    "gateway",
     "handover",
     "masks",
     "matrix",
@@ -80,8 +78,8 @@ OF_THEIR_OWN = (
 # Files in tests/engine whose tests break the agent, the engine or the control plane. The files share a second engine,
 # so that both halves run side by side.
 UNDER_FAULTS = ("fail_static", "faults", "foreign", "hostile", "inner_faults")
-# Files in tests/engine whose engines are servers in processes of their own; the files share one of these servers.
-SERVERS = ("client_ids", "effort", "embeddings", "later_turns", "names", "paused")
+# Files in tests/engine whose engines are servers in processes of their own; the files share some of these servers.
+SERVERS = ("client_ids", "effort", "embeddings", "gateway", "later_turns", "names", "paused")
 
 
 def group(nodeid: str) -> str:

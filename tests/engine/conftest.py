@@ -17,7 +17,7 @@ from meridian_agent.link import control_stream
 from tests.engine import ENGINE_ARGS, cases, chat
 from tests.engine.pacing import SOON_S, Settled
 from tests.engine.policies import NEUTRAL
-from tests.engine.served import APART, governed
+from tests.engine.served import APART, CLASS, REASONING, TENANT, Client, governed
 from tests.processes import ENGINE_ENV, Answering, free_port
 
 if TYPE_CHECKING:
@@ -99,6 +99,16 @@ def apart(folder: Path) -> Iterator[tuple[Served, Control]]:
     are embeddings, and its control plane."""
     with governed(folder / "apart", ["--enable-prompt-embeds"], {**APART, "VLLM_SERVER_DEV_MODE": "1"}) as both:
         yield both
+
+
+@pytest.fixture(scope="session")
+def fronts(folder: Path) -> Iterator[Client]:
+    """Yield a client of a server with two API server processes, whose gateway names tenants and SLO classes in headers,
+    and in which vLLM closes thinking with a text."""
+    options = ["--api-server-count", "2", "--reasoning-config", REASONING]
+    more = {"MERIDIAN_TENANT_FROM": f"header:{TENANT}", "MERIDIAN_SLO_CLASS_FROM": f"header:{CLASS}"}
+    with governed(folder / "fronts", options, {**APART, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **more}) as both:
+        yield Client(*both)
 
 
 @pytest.fixture

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import socket
 import sys
 from collections import defaultdict
-from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,12 +21,21 @@ from tests.engine import ENGINE_ARGS
 from tests.processes import ENGINE_ENV, RPC_S, Control, Process, free_port, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from meridian.v1 import fleet_pb2
 
     from tests.certificates import Issued
 
 PROMPTS = maze.prompts(6, seed=5)
+# Most tokens of a request: thinking up to a budget, and the beginning of an answer.
+TOKENS = 60
+# Text that vLLM writes when a budget is used up, before the end marker, and its number of tokens.
+CLOSING, CLOSING_TOKENS = "Wait .", 2
+REASONING = json.dumps({"reasoning_start_str": "<think>", "reasoning_end_str": f"{CLOSING} </think>"})
+# Headers in which a gateway names the tenant and the SLO class.
+TENANT, CLASS = "X-Tenant", "X-Class"
 # Core and worker are one process, as in vLLM on a GPU, or two, as in vLLM on a CPU.
 TOGETHER, APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
@@ -112,7 +124,51 @@ def phase_metrics(port: int, *engines: str) -> defaultdict[str, float]:
     return found
 
 
-@contextmanager
+class Client:
+    """A client of one server, and an operator of its control plane."""
+
+    def __init__(self, served: Served, control: Control) -> None:
+        self.control, self._port = control, served.port
+        self.process, self.open = served.process, served.client
+
+    def post(
+        self, path: str, body: dict[str, Any], name: str = "", headers: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """Send a request whose id contains `name`, and return the answer."""
+        sent = {"model": "maze", "temperature": 0.0, **body}
+        sent_headers = {**headers, **({"X-Request-Id": name} if name else {})}
+        answer = httpx.post(
+            f"http://127.0.0.1:{self._port}/v1{path}", json=sent, headers=sent_headers, timeout=RPC_S * 5, verify=False
+        )
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def chat(self, name: str = "", **more: Any) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": TOKENS, **more}
+        return self.post("/chat/completions", body, name)
+
+    def life(self, name: str) -> fleet_pb2.RequestLife:
+        """Return what `meridianctl explain` shows of a request that has ended."""
+
+        def ended() -> fleet_pb2.RequestLife | None:
+            with contextlib.suppress(grpc.RpcError):
+                life = self.control.explain(name)
+                return life if life.HasField("close_time") else None
+            return None
+
+        life: fleet_pb2.RequestLife = wait_for(ended, 20, f"the end of {name}")
+        return life
+
+    def phase_metric(self, name: str) -> float:
+        """Return one of the agent's metrics in vLLM's own /metrics."""
+        return phase_metrics(self._port)[f"meridian_vllm_{name}"]
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"http://{self.control.options[-1]}/metrics", timeout=RPC_S, verify=False).text
+        return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+@contextlib.contextmanager
 def governed(
     folder: Path, options: Sequence[str] = (), more: dict[str, str] | None = None, policy: dict[str, Any] | None = None
 ) -> Iterator[tuple[Served, Control]]:

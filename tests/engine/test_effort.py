@@ -7,96 +7,36 @@ weights, whose thinking and whose arguments are arbitrary text.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import grpc
-import httpx
 import pytest
 
 from tests.data import maze
-from tests.engine.served import APART, governed, phase_metrics
+from tests.engine.served import CLOSING, CLOSING_TOKENS, TOKENS, Client, governed
 from tests.engine.test_later_turns import PROMPTS
-from tests.processes import MARKED, RPC_S, wait_for
+from tests.processes import MARKED, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from meridian.v1 import fleet_pb2
-
-    from tests.engine.served import Served
-    from tests.processes import Control
-
 PROMPT = maze.prompts(1, seed=5)[0]
-# Most tokens of a request: thinking up to a budget, and the beginning of an answer.
-TOKENS = 60
-# Text that vLLM writes when a budget is used up, before the end marker, and its number of tokens.
-CLOSING, CLOSING_TOKENS = "Wait .", 2
-REASONING = json.dumps({"reasoning_start_str": "<think>", "reasoning_end_str": f"{CLOSING} </think>"})
 POLICY = {
     "entropy": {"enabled": False},
     "override": [{"effort": "ultra*", "scheduler": {"max_think_tokens": 900}}],
 }
 
 
-class Client:
-    """A client of one server, and an operator of its control plane."""
-
-    def __init__(self, served: Served, control: Control) -> None:
-        self.control, self._port = control, served.port
-        self.process, self.open = served.process, served.client
-
-    def post(
-        self, path: str, body: dict[str, Any], name: str = "", headers: Mapping[str, str] = MappingProxyType({})
-    ) -> dict[str, Any]:
-        """Send a request whose id contains `name`, and return the answer."""
-        sent = {"model": "maze", "temperature": 0.0, **body}
-        sent_headers = {**headers, **({"X-Request-Id": name} if name else {})}
-        answer = httpx.post(
-            f"http://127.0.0.1:{self._port}/v1{path}", json=sent, headers=sent_headers, timeout=RPC_S * 5, verify=False
-        )
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
-
-    def chat(self, name: str = "", **more: Any) -> dict[str, Any]:
-        body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, **more}
-        return self.post("/chat/completions", body, name)
-
-    def life(self, name: str) -> fleet_pb2.RequestLife:
-        """Return what `meridianctl explain` shows of a request that has ended."""
-
-        def ended() -> fleet_pb2.RequestLife | None:
-            with contextlib.suppress(grpc.RpcError):
-                life = self.control.explain(name)
-                return life if life.HasField("close_time") else None
-            return None
-
-        life: fleet_pb2.RequestLife = wait_for(ended, 20, f"the end of {name}")
-        return life
-
-    def phase_metric(self, name: str) -> float:
-        """Return one of the agent's metrics in vLLM's own /metrics."""
-        return phase_metrics(self._port)[f"meridian_vllm_{name}"]
-
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"http://{self.control.options[-1]}/metrics", timeout=RPC_S, verify=False).text
-        return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{name} "))
-
-
 # ------------------------------------------------------------------------------------------------- efforts and budgets
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[Client]:
-    """Yield a client of a server with two API server processes, in which vLLM closes thinking with a text."""
-    options = ["--api-server-count", "2", "--reasoning-config", REASONING]
-    more = {**APART, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with governed(folder / "effort", options, more, POLICY) as both:
-        yield Client(*both)
+def client(fronts: Client) -> Client:
+    """Return a client of a server with two API server processes, in which vLLM closes thinking with a text."""
+    fronts.control.apply(POLICY)
+    return fronts
 
 
 def test_each_api_says_its_effort(client: Client) -> None:
@@ -107,7 +47,7 @@ def test_each_api_says_its_effort(client: Client) -> None:
         "chat-none": ({"reasoning_effort": "none"}, "none"),
         "chat-silent": ({}, ""),
         "chat-own": ({"reasoning_effort": "low", "vllm_xargs": {"meridian_effort": "ultra-9"}}, "ultra-9"),
-        "chat-beside": ({"reasoning_effort": "max", "vllm_xargs": {"meridian_tenant": "a"}}, "max"),
+        "chat-beside": ({"reasoning_effort": "max", "vllm_xargs": {"meridian_slo_class": "a"}}, "max"),
     }
     messages = {
         "messages-effort": ({"output_config": {"effort": "high"}}, "high"),
@@ -123,7 +63,8 @@ def test_each_api_says_its_effort(client: Client) -> None:
     # vLLM numbers the turns of a response.
     expected[f"{answered['id']}_0"] = "minimal"
     assert {name: client.life(name).effort for name in expected} == expected
-    assert client.life("chat-beside").tenant == "a"
+    # The gateway sends no class, and the policy lets clients choose none.
+    assert client.life("chat-beside").refused_slo_class == "a"
     assert client.metric("meridian_unknown_efforts_total") == 0
     assert "Traceback" not in client.process.output()
 

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
-from tests.engine.served import APART, PROMPTS, governed
-from tests.engine.test_effort import PROMPT, Client
+from tests.engine.served import CLASS, CLOSING, CLOSING_TOKENS, PROMPTS, TENANT, TOKENS, Client, governed
+from tests.engine.test_effort import PROMPT
 from tests.engine.test_fail_static import confirmed
 from tests.processes import RPC_S, wait_for
 
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
     from tests.processes import Control
 
-# The cap of all tenants but one, in thinking tokens, which the agent knows before it sees a request; and most tokens of
-# a request.
-SMALL, TOKENS = 7, 60
+# The cap of all tenants but one, in thinking tokens, which the agent knows before it sees a request.
+SMALL = 7
+# The same with the text in which vLLM closes thinking on the server with two front ends.
+CLOSED = SMALL + CLOSING_TOKENS
 POLICY: dict[str, Any] = {
     "entropy": {"enabled": False},
     "scheduler": {"max_think_tokens": SMALL, "min_think_tokens": 0},
@@ -37,7 +38,7 @@ POLICY: dict[str, Any] = {
 }
 # What a client writes into the body to pass for a tenant without a cap, and for a better class.
 CLAIMS = {"meridian_tenant": "rich", "meridian_slo_class": "gold", "meridian_asked_slo_class": "", "meridian_user": "x"}
-TENANT, CLASS, GATEWAY = "X-Tenant", "X-Class", {"X-Tenant": "small", "X-Class": "standard"}
+GATEWAY = {TENANT: "small", CLASS: "standard"}
 SECRET, KEY = "0123456789abcdef-secret", "sk-guessable"
 
 
@@ -48,12 +49,10 @@ def serving(folder: Path, more: dict[str, str], options: Sequence[str] = ()) -> 
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[Client]:
-    """Yield a client of a server with two API server processes, whose gateway sends both facts as headers."""
-    more = {"MERIDIAN_TENANT_FROM": f"header:{TENANT}", "MERIDIAN_SLO_CLASS_FROM": f"header:{CLASS}"}
-    more |= {**APART, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with serving(folder / "gateway", more, ["--api-server-count", "2"]) as served:
-        yield served
+def client(fronts: Client) -> Client:
+    """Return a client of a server with two API server processes, whose gateway sends both facts as headers."""
+    fronts.control.apply(POLICY)
+    return fronts
 
 
 def who(client: Client, name: str) -> tuple[str, str, str]:
@@ -91,10 +90,10 @@ def test_every_api_gets_the_gateways_tenant(client: Client) -> None:
     turns, xargs = [{"role": "user", "content": PROMPT}], {"vllm_xargs": CLAIMS}
     chat = {"messages": turns, "max_tokens": TOKENS, **xargs}
     for name in ("chat-1", "chat-2", "chat-3", "chat-4"):
-        assert thoughts(client.post("/chat/completions", chat, name, GATEWAY)) == [SMALL]
+        assert thoughts(client.post("/chat/completions", chat, name, GATEWAY)) == [CLOSED]
     both = client.post("/chat/completions", {**chat, "n": 2, "temperature": 1.0, "seed": 3}, "chat-n", GATEWAY)
-    assert max(thoughts(both)) <= SMALL
-    assert len(asyncio.run(streamed(client, dict(chat), "chat-stream")).split()) == SMALL
+    assert max(thoughts(both)) <= CLOSED
+    assert len(asyncio.run(streamed(client, dict(chat), "chat-stream")).split()) == CLOSED
     prompts = {"prompt": [f"{PROMPTS[0]}<think>\n", PROMPTS[1]], "max_tokens": 9, **xargs}
     client.post("/completions", prompts, "completion", GATEWAY)
     response = client.post("/responses", {"input": PROMPT, "max_output_tokens": TOKENS, **xargs}, headers=GATEWAY)
@@ -172,7 +171,7 @@ def test_thinking_follows_the_gateways_tenant(client: Client) -> None:
     def shortened() -> bool:
         now = answers()
         assert now["other"] == before["other"]
-        less = now["small"]["reasoning"].strip()
+        less = now["small"]["reasoning"].strip().removesuffix(CLOSING).strip()
         assert whole.startswith(less)
         return len(less) < len(whole)
 
