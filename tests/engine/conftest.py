@@ -6,7 +6,9 @@ The engine core runs in-process (its worker is a process of its own), so that te
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +19,8 @@ from meridian_agent.link import control_stream
 from tests.engine import ENGINE_ARGS, cases, chat
 from tests.engine.pacing import SOON_S, Settled
 from tests.engine.policies import NEUTRAL
-from tests.engine.served import APART, CLASS, REASONING, TENANT, Client, governed
-from tests.processes import ENGINE_ENV, Answering, free_port
+from tests.engine.served import APART, CLASS, KEEPS, REASONING, STRIPS, SWITCH, TENANT, TURNS, Client, governed
+from tests.processes import ENGINE_ENV, MODEL, Answering, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,10 +96,40 @@ def settled(scheduler: Any) -> Settled:
 
 
 @pytest.fixture(scope="session")
-def apart(folder: Path) -> Iterator[tuple[Served, Control]]:
-    """Yield a server whose front end, engine core and worker are processes of their own, and which takes prompts that
-    are embeddings, and its control plane."""
-    with governed(folder / "apart", ["--enable-prompt-embeds"], {**APART, "VLLM_SERVER_DEV_MODE": "1"}) as both:
+def switched_template(folder: Path) -> Path:
+    """Return the file of the model's chat template with a switch by which turns keep their thinking."""
+    text = (MODEL / "chat_template.jinja").read_text()
+    assert STRIPS in text
+    made = folder / "switched.jinja"
+    made.write_text(text.replace(STRIPS, SWITCH))
+    return made
+
+
+@pytest.fixture(scope="session")
+def switched(folder: Path, switched_template: Path) -> list[str]:
+    """Return the options of a server whose model has that template, and which takes prompts that are embeddings."""
+    made = folder / "switched"
+    shutil.copytree(MODEL, made)
+    shutil.copy(switched_template, made / "chat_template.jinja")
+    return ["--model", str(made), *TURNS, "--enable-prompt-embeds"]
+
+
+@pytest.fixture(scope="session")
+def apart(folder: Path, switched: list[str]) -> Iterator[tuple[Served, Control]]:
+    """Yield a server whose front end, engine core and worker are processes of their own, with the options `switched`,
+    and its control plane."""
+    with governed(folder / "apart", switched, {**APART, "VLLM_SERVER_DEV_MODE": "1"}) as both:
+        yield both
+
+
+@pytest.fixture(scope="session")
+def by_default(folder: Path, switched_template: Path) -> Iterator[tuple[Served, Control]]:
+    """Yield a server whose own template and default settings keep thinking, and which takes the tenant from `user` and
+    the SLO class from nowhere, and its control plane."""
+    options = [*TURNS, "--chat-template", str(switched_template)]
+    options += ["--default-chat-template-kwargs", json.dumps({**KEEPS, "reasoning_effort": "low"})]
+    more = {"MERIDIAN_TENANT_FROM": "user", "MERIDIAN_SLO_CLASS_FROM": "api_key"}
+    with governed(folder / "by-default", options, more) as both:
         yield both
 
 

@@ -34,6 +34,11 @@ TOKENS = 60
 # Text that vLLM writes when a budget is used up, before the end marker, and its number of tokens.
 CLOSING, CLOSING_TOKENS = "Wait .", 2
 REASONING = json.dumps({"reasoning_start_str": "<think>", "reasoning_end_str": f"{CLOSING} </think>"})
+# The model's own template with the switch of Qwen3.6's, by which turns keep their thinking.
+STRIPS, SWITCH = "loop.index0 < ns.last_user", "loop.index0 < ns.last_user and not preserve_thinking"
+KEEPS = {"preserve_thinking": True}
+# Options of a server on which conversations have several turns.
+TURNS = ("--enable-prompt-tokens-details", "--trust-request-chat-template")
 # Headers in which a gateway names the tenant and the SLO class.
 TENANT, CLASS = "X-Tenant", "X-Class"
 # Core and worker are one process, as in vLLM on a GPU, or two, as in vLLM on a CPU.

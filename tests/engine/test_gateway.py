@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from tests.engine.served import Served
     from tests.processes import Control
 
 # The cap of all tenants but one, in thinking tokens, which the agent knows before it sees a request.
@@ -224,22 +225,19 @@ def test_a_key_and_a_token_stay_secret(folder: Path) -> None:
         assert not [text for text in texts if secret.encode() in text], secret
 
 
-def test_the_user_is_the_tenant(folder: Path) -> None:
+def test_the_user_is_the_tenant(by_default: tuple[Served, Control]) -> None:
     """`user` in the body names the tenant; a class whose setting cannot be used is nobody's, and the log says so."""
-    more = {"MERIDIAN_TENANT_FROM": "user", "MERIDIAN_SLO_CLASS_FROM": "api_key"}
-    xargs = {"vllm_xargs": CLAIMS}
-    with serving(folder / "user", more) as client:
-        turns = [{"role": "user", "content": PROMPT}]
-        answer = client.post(
-            "/chat/completions", {"messages": turns, "max_tokens": 60, "user": "small", **xargs}, "chat"
-        )
-        assert thoughts(answer) == [SMALL]
-        client.post("/completions", {"prompt": PROMPT, "max_tokens": 9, "user": "small", **xargs}, "text")
-        sent = {"input": PROMPT, "max_output_tokens": 9, "user": "small", **xargs}
-        response = client.post("/responses", sent)
-        client.post("/chat/completions", {"messages": turns, "max_tokens": 9, **xargs}, "nobody")
-        for name in ("chat", "text-0", f"{response['id']}_0"):
-            assert who(client, name) == ("small", "", "gold"), name
-        assert who(client, "nobody") == ("", "", "gold")
-        assert "MERIDIAN_SLO_CLASS_FROM='api_key': not one of header, verified_claim" in client.process.output()
-        assert "SLO class from nothing" in ctl(client.control, "engines")
+    xargs, client = {"vllm_xargs": CLAIMS}, Client(*by_default)
+    client.control.apply(POLICY)
+    turns = [{"role": "user", "content": PROMPT}]
+    answer = client.post("/chat/completions", {"messages": turns, "max_tokens": 60, "user": "small", **xargs}, "chat")
+    assert thoughts(answer) == [SMALL]
+    client.post("/completions", {"prompt": PROMPT, "max_tokens": 9, "user": "small", **xargs}, "text")
+    sent = {"input": PROMPT, "max_output_tokens": 9, "user": "small", **xargs}
+    response = client.post("/responses", sent)
+    client.post("/chat/completions", {"messages": turns, "max_tokens": 9, **xargs}, "nobody")
+    for name in ("chat", "text-0", f"{response['id']}_0"):
+        assert who(client, name) == ("small", "", "gold"), name
+    assert who(client, "nobody") == ("", "", "gold")
+    assert "MERIDIAN_SLO_CLASS_FROM='api_key': not one of header, verified_claim" in client.process.output()
+    assert "SLO class from nothing" in ctl(client.control, "engines")

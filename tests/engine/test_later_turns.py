@@ -6,8 +6,6 @@ Each server is a real one. Stock vLLM is the same server without the agent.
 
 from __future__ import annotations
 
-import json
-import shutil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
@@ -15,6 +13,7 @@ import pytest
 
 from tests.data import maze
 from tests.engine import served
+from tests.engine.served import KEEPS, STRIPS
 from tests.processes import MODEL, RPC_S, wait_for
 
 if TYPE_CHECKING:
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
     from tests.processes import Control
 
-# The model's own template with the switch of Qwen3.6's.
-STRIPS, SWITCH = "loop.index0 < ns.last_user", "loop.index0 < ns.last_user and not preserve_thinking"
-KEEPS = {"preserve_thinking": True}
 POLICY = {
     "scheduler": {"answer_reserve_tokens": 0},
     "entropy": {"enabled": False},
@@ -117,36 +113,16 @@ def _turn(answer: dict[str, Any], content: str, prompt: list[int], tokens: list[
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    """Return the folder of the model, with a switch in its chat template by which turns keep their thinking."""
-    made = folder / "switched"
-    shutil.copytree(MODEL, made)
-    template = made / "chat_template.jinja"
-    text = template.read_text()
-    assert STRIPS in text
-    template.write_text(text.replace(STRIPS, SWITCH))
-    return made
-
-
-def _options(model: Path, *options: str) -> list[str]:
-    return ["--model", str(model), "--enable-prompt-tokens-details", "--trust-request-chat-template", *options]
-
-
-def _server(folder: Path, name: str, model: Path, *options: str) -> Iterator[Server]:
-    with served.governed(folder / name, _options(model, *options), policy=POLICY) as both:
-        yield Server(*both)
+def governed(apart: tuple[served.Served, Control]) -> Server:
+    apart[1].apply(POLICY)
+    return Server(*apart)
 
 
 @pytest.fixture(scope="module")
-def governed(folder: Path, model: Path) -> Iterator[Server]:
-    yield from _server(folder, "turns", model)
-
-
-@pytest.fixture(scope="module")
-def stock(folder: Path, model: Path) -> Iterator[Server]:
+def stock(folder: Path, switched: list[str]) -> Iterator[Server]:
     where = folder / "turns-stock"
     where.mkdir()
-    server = served.Served(where, "", options=_options(model), more={"VLLM_PLUGINS": ""})
+    server = served.Served(where, "", options=switched, more={"VLLM_PLUGINS": ""})
     try:
         wait_for(server.ready, 300, "vLLM to serve")
         yield Server(server, None)
@@ -307,17 +283,19 @@ def test_an_engine_learns_from_thinking_that_comes_back(governed: Server, stock:
     assert "WARNING" in line
 
 
-def test_the_servers_own_template_and_default_settings_keep_thinking(folder: Path, model: Path, stock: Server) -> None:
+def test_the_servers_own_template_and_default_settings_keep_thinking(
+    by_default: tuple[served.Served, Control], stock: Server
+) -> None:
     """The model's own template strips thinking, and so does the server's without the settings. The settings also have
     an effort, which is the effort of each chat that names no other."""
-    options = ["--chat-template", str(model / "chat_template.jinja")]
-    options += ["--default-chat-template-kwargs", json.dumps({**KEEPS, "reasoning_effort": "low"})]
-    for server in _server(folder, "turns-default", MODEL, *options):
-        (_, ours), (_, theirs) = server.second_turn(10), stock.second_turn(10, chat_template_kwargs=KEEPS)
-        assert (ours.content, ours.cached) == (theirs.content, theirs.cached)
-        assert ours.cached > 3 * BLOCK
-        assert server.reclaimed() == 0
-        server.chat(PROMPTS[0], request_id="by-default", max_tokens=5)
-        server.chat(PROMPTS[0], request_id="by-client", max_tokens=5, reasoning_effort="high")
-        server.control.settled()
-        assert [server.control.explain(name).effort for name in ("by-default", "by-client")] == ["low", "high"]
+    by_default[1].apply(POLICY)
+    server = Server(*by_default)
+    before = server.reclaimed()
+    (_, ours), (_, theirs) = server.second_turn(10), stock.second_turn(10, chat_template_kwargs=KEEPS)
+    assert (ours.content, ours.cached) == (theirs.content, theirs.cached)
+    assert ours.cached > 3 * BLOCK
+    assert server.reclaimed() == before
+    server.chat(PROMPTS[0], request_id="by-default", max_tokens=5)
+    server.chat(PROMPTS[0], request_id="by-client", max_tokens=5, reasoning_effort="high")
+    server.control.settled()
+    assert [server.control.explain(name).effort for name in ("by-default", "by-client")] == ["low", "high"]
