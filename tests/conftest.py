@@ -79,7 +79,7 @@ OF_THEIR_OWN = (
 # so that both halves run side by side.
 UNDER_FAULTS = ("fail_static", "faults", "foreign", "hostile", "inner_faults")
 # Files in tests/engine whose engines are servers in processes of their own; the files share some of these servers.
-SERVERS = ("client_ids", "effort", "embeddings", "gateway", "later_turns", "names", "paused")
+SERVERS = ("client_ids", "effort", "embeddings", "gateway", "later_turns", "names", "paused", "primes")
 
 
 def group(nodeid: str) -> str:

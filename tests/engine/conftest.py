@@ -20,7 +20,7 @@ from tests.engine import ENGINE_ARGS, cases, chat
 from tests.engine.pacing import SOON_S, Settled
 from tests.engine.policies import NEUTRAL
 from tests.engine.served import APART, CLASS, KEEPS, REASONING, STRIPS, SWITCH, TENANT, TURNS, Client, governed
-from tests.processes import ENGINE_ENV, MODEL, Answering, free_port
+from tests.processes import ENGINE_ENV, MODEL, Answering, Control, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
     from tests.engine.served import Served
-    from tests.processes import Control
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,6 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
             # vLLM and its dependencies give many warnings, which are not errors of the agent.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+class ControlWithPrimes(Control):
+    module = "tests.primes"
 
 
 @pytest.fixture(autouse=True)
@@ -117,8 +120,8 @@ def switched(folder: Path, switched_template: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def apart(folder: Path, switched: list[str]) -> Iterator[tuple[Served, Control]]:
     """Yield a server whose front end, engine core and worker are processes of their own, with the options `switched`,
-    and its control plane."""
-    with governed(folder / "apart", switched, {**APART, "VLLM_SERVER_DEV_MODE": "1"}) as both:
+    and its control plane, which has the capability of `tests.primes`."""
+    with governed(folder / "apart", switched, {**APART, "VLLM_SERVER_DEV_MODE": "1"}, kind=ControlWithPrimes) as both:
         yield both
 
 

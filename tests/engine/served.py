@@ -175,12 +175,17 @@ class Client:
 
 @contextlib.contextmanager
 def governed(
-    folder: Path, options: Sequence[str] = (), more: dict[str, str] | None = None, policy: dict[str, Any] | None = None
+    folder: Path,
+    options: Sequence[str] = (),
+    more: dict[str, str] | None = None,
+    policy: dict[str, Any] | None = None,
+    kind: type[Control] = Control,
 ) -> Iterator[tuple[Served, Control]]:
-    """Run a server and its control plane in a new folder, with a policy in force. The control plane's last option is
-    the address of its metrics."""
+    """Run a server and its control plane in a new folder, with a policy in force. The control plane's last options are
+    the addresses of its page and of its metrics."""
     folder.mkdir()
-    control = Control(folder, options=["--metrics-listen", f"127.0.0.1:{free_port()}"])
+    listen = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    control = kind(folder, options=["--page-listen", listen[0], "--metrics-listen", listen[1]])
     served = Served(folder, control.target, options=options, more=more)
     try:
         wait_for(served.ready, 300, "vLLM to serve")
