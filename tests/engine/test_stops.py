@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 OWN = "meridian_answer_only_stops"
 ANSWER_ONLY: dict[str, Any] = {**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], "answer_only_stops": "chat"}}
 MARKER = "</think>"
+KINDS = ("string", "token")
+# Where a request stops.
+THINKING, ANSWER = "in the thinking", "in the answer"
 
 
 class Said(NamedTuple):
@@ -40,16 +43,20 @@ class Said(NamedTuple):
     stop: Any
 
 
-def ask(llm: Any, params: dict[str, Any], own: int | None = None, *, is_chat: bool = True) -> Said:
+def ask(llm: Any, *params: dict[str, Any], own: int | None = None, is_chat: bool = True) -> list[Said]:
+    """Ask the same at once with each of these parameters."""
     extra = {OWN: own} if own is not None else None
-    sampling = SamplingParams(temperature=0.0, max_tokens=400, extra_args=extra, **params)
+    sampling = [SamplingParams(temperature=0.0, max_tokens=400, extra_args=extra, **each) for each in params]
     if is_chat:
         turns = [{"role": "user", "content": PROMPTS[0]}]
-        (output,) = llm.chat(turns, sampling, chat_template_kwargs=OPEN, use_tqdm=False)
+        outputs = llm.chat([turns] * len(params), sampling, chat_template_kwargs=OPEN, use_tqdm=False)
     else:
-        prompt = prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN})
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-    (one,) = output.outputs
+        prompt = {"prompt_token_ids": prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN})}
+        outputs = llm.generate([prompt] * len(params), sampling, use_tqdm=False)
+    return [said_of(one) for output in outputs for one in output.outputs]
+
+
+def said_of(one: Any) -> Said:
     return Said(list(one.token_ids), one.text, one.finish_reason, one.stop_reason)
 
 
@@ -59,6 +66,14 @@ class Stops(NamedTuple):
     free: Said
     word: str
     token: int
+
+    def places(self, llm: Any, own: int | None = None, *, is_chat: bool = True) -> list[str]:
+        """Return where a request with the stop string stops, and one with the stop token."""
+        said = ask(llm, *(self.params(kind) for kind in KINDS), own=own, is_chat=is_chat)
+        return [self.place(each, kind) for each, kind in zip(said, KINDS, strict=True)]
+
+    def place(self, said: Said, kind: str) -> str:
+        return THINKING if self.in_thinking(said, kind) else ANSWER if self.in_answer(said, kind) else str(said)
 
     def params(self, kind: str, **more: Any) -> dict[str, Any]:
         return {("stop" if kind == "string" else "stop_token_ids"): [self.reason(kind)], **more}
@@ -85,7 +100,7 @@ class Stops(NamedTuple):
 @functools.cache
 def stops_of(llm: Any, agent: Any) -> Stops:
     """Return what `stops` does; the free run is the same for all tests."""
-    free, end = ask(llm, {}), agent.tracker.markers.end[0]
+    (free,), end = ask(llm, {}), agent.tracker.markers.end[0]
     assert (end, free.finish, free.stop) == (5, "stop", None)
     thinking, answer = free.tokens[: free.tokens.index(end)], free.tokens[free.tokens.index(end) + 2 :]
     token = next(token for token in answer if token in thinking and llm.get_tokenizer().decode([token]).isalpha())
@@ -98,21 +113,16 @@ def stops(llm: Any, agent: Any) -> Stops:
     return stops_of(llm, agent)
 
 
-KINDS = pytest.mark.parametrize("kind", ["string", "token"])
-
-
-@KINDS
 def test_by_default_a_chat_stops_in_its_answer_and_a_completion_in_its_thinking(
-    llm: Any, control: Control, stops: Stops, kind: str
+    llm: Any, control: Control, stops: Stops
 ) -> None:
     """In stock vLLM a chat whose thinking repeats a stop string has no answer."""
-    assert stops.in_thinking(ask(llm, stops.params(kind)), kind), "the policy lets no stop sleep"
+    assert stops.places(llm) == [THINKING] * 2, "the policy lets no stop sleep"
     control.apply({})
-    assert stops.in_answer(ask(llm, stops.params(kind)), kind)
-    assert stops.in_thinking(ask(llm, stops.params(kind), is_chat=False), kind)
+    assert stops.places(llm) == [ANSWER] * 2
+    assert stops.places(llm, is_chat=False) == [THINKING] * 2
 
 
-@KINDS
 @pytest.mark.parametrize(
     ("requests", "own", "is_chat", "sleep"),
     [
@@ -125,83 +135,79 @@ def test_by_default_a_chat_stops_in_its_answer_and_a_completion_in_its_thinking(
     ],
 )
 def test_the_request_has_the_last_word(  # noqa: PLR0917
-    llm: Any, control: Control, stops: Stops, kind: str, requests: str, own: int | None, is_chat: bool, sleep: bool
+    llm: Any, control: Control, stops: Stops, requests: str, own: int | None, is_chat: bool, sleep: bool
 ) -> None:
     control.apply({"scheduler": {"answer_only_stops": requests, "answer_reserve_tokens": 0}})
-    said = ask(llm, stops.params(kind), own, is_chat=is_chat)
-    assert (stops.in_answer if sleep else stops.in_thinking)(said, kind)
+    assert stops.places(llm, own, is_chat=is_chat) == [ANSWER if sleep else THINKING] * 2
 
 
-@KINDS
 @pytest.mark.usefixtures("thawed")
-def test_frozen_in_shadow_or_disabled_stops_are_stocks(llm: Any, control: Control, stops: Stops, kind: str) -> None:
+def test_frozen_in_shadow_or_disabled_stops_are_stocks(llm: Any, control: Control, stops: Stops) -> None:
     for off in ({"shadow": True}, {"enabled": False}):
         control.apply({"scheduler": {"answer_only_stops": "all", **off}})
-        assert stops.in_thinking(ask(llm, stops.params(kind), 1), kind)
+        assert stops.places(llm, 1) == [THINKING] * 2
     control.apply({"scheduler": {"answer_only_stops": "all"}})
     control.freeze()
     confirmed(control, True)
-    assert stops.in_thinking(ask(llm, stops.params(kind), 1), kind)
+    assert stops.places(llm, 1) == [THINKING] * 2
     control.thaw()
     confirmed(control, False)
-    assert stops.in_answer(ask(llm, stops.params(kind), 1), kind)
+    assert stops.places(llm, 1) == [ANSWER] * 2
 
 
-@KINDS
-def test_in_shadow_a_stop_that_would_sleep_counts_as_unended(
-    llm: Any, control: Control, stops: Stops, kind: str
-) -> None:
+def test_in_shadow_a_stop_that_would_sleep_counts_as_unended(llm: Any, control: Control, stops: Stops) -> None:
     control.apply({"scheduler": {"answer_only_stops": "all", "shadow": True}})
     before = control.settled().answers["unended"]
-    assert stops.in_thinking(ask(llm, stops.params(kind)), kind)
-    assert ask(llm, {}) == stops.free
-    assert control.settled().answers["unended"] == before + 1
+    *stopped, free = ask(llm, *(stops.params(kind) for kind in KINDS), {})
+    assert [stops.place(said, kind) for said, kind in zip(stopped, KINDS, strict=True)] == [THINKING] * 2
+    assert free == stops.free
+    assert control.settled().answers["unended"] == before + 2
 
 
-@KINDS
 @pytest.mark.usefixtures("lost")
-def test_past_the_lease_stops_are_stocks(llm: Any, agent: Any, control: Control, stops: Stops, kind: str) -> None:
+def test_past_the_lease_stops_are_stocks(llm: Any, agent: Any, control: Control, stops: Stops) -> None:
     control.apply({**ANSWER_ONLY, "scheduler": {**ANSWER_ONLY["scheduler"], "lease_ms": 1000}})
-    assert stops.in_answer(ask(llm, stops.params(kind)), kind)
+    assert stops.places(llm) == [ANSWER] * 2
     kill(control, agent)
-    wait_for(lambda: stops.in_thinking(ask(llm, stops.params(kind)), kind), 20, "the lease to be over")
+    wait_for(lambda: stops.places(llm) == [THINKING] * 2, 20, "the lease to be over")
 
 
 @pytest.mark.parametrize("named", [{"stop": ["x", MARKER]}, {"stop": [MARKER + "\n"]}, {"stop_token_ids": [5]}])
 def test_a_request_that_names_a_marker_stops_as_in_stock(
     llm: Any, control: Control, stops: Stops, named: dict[str, Any]
 ) -> None:
-    before = ask(llm, named)
+    (before,) = ask(llm, named)
     both = {"stop": [stops.word, *named.get("stop", [])], "stop_token_ids": named.get("stop_token_ids", [])}
     control.apply(ANSWER_ONLY)
-    assert ask(llm, named) == before
-    assert stops.in_thinking(ask(llm, both), "string")
+    same, stopped = ask(llm, named, both)
+    assert same == before
+    assert stops.in_thinking(stopped, "string")
 
 
 def test_a_string_that_begins_in_the_thinking_does_not_count(llm: Any, control: Control, stops: Stops) -> None:
     control.apply(ANSWER_ONLY)
     at = stops.free.text.index(MARKER)
     across = stops.free.text[at + 3 : at + len(MARKER) + 3]
-    assert ask(llm, {"stop": [across]}) == stops.free
+    assert ask(llm, {"stop": [across]}) == [stops.free]
 
 
-@pytest.mark.parametrize("include", [False, True])
-def test_the_answer_ends_before_or_after_the_string(llm: Any, control: Control, stops: Stops, include: bool) -> None:
+def test_the_answer_ends_before_or_after_the_string(llm: Any, control: Control, stops: Stops) -> None:
     control.apply(ANSWER_ONLY)
-    said = ask(llm, stops.params("string", include_stop_str_in_output=include))
+    said = ask(llm, *(stops.params("string", include_stop_str_in_output=include) for include in (False, True)))
     text = stops.free.text
     at = text.index(stops.word, text.index(MARKER))
-    assert said.text == text[: at + (len(stops.word) if include else 0)]
+    assert [each.text for each in said] == [text[:at], text[: at + len(stops.word)]]
 
 
-@KINDS
-def test_each_sequence_of_a_request_stops_in_its_answer(llm: Any, control: Control, stops: Stops, kind: str) -> None:
+def test_each_sequence_of_a_request_stops_in_its_answer(llm: Any, control: Control, stops: Stops) -> None:
     control.apply(ANSWER_ONLY)
-    params = SamplingParams(n=2, temperature=1.0, top_k=1, max_tokens=400, **stops.params(kind))
+    params = [SamplingParams(n=2, temperature=1.0, top_k=1, max_tokens=400, **stops.params(kind)) for kind in KINDS]
     turns = [{"role": "user", "content": PROMPTS[0]}]
-    (output,) = llm.chat(turns, params, chat_template_kwargs=OPEN, use_tqdm=False)
-    for one in output.outputs:
-        assert stops.in_answer(Said(list(one.token_ids), one.text, one.finish_reason, one.stop_reason), kind)
+    outputs = llm.chat([turns] * 2, params, chat_template_kwargs=OPEN, use_tqdm=False)
+    places = [
+        [stops.place(said_of(one), kind) for one in each.outputs] for each, kind in zip(outputs, KINDS, strict=True)
+    ]
+    assert places == [[ANSWER] * 2] * 2
 
 
 @pytest.mark.usefixtures("thawed")
@@ -219,7 +225,7 @@ def test_a_freeze_in_the_thinking_wakes_stops(llm: Any, agent: Any, control: Con
     assert run.tokens["r"] == stops.free.tokens[: second + 1]
 
 
-@KINDS
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_leaves_stock(  # noqa: PLR0917
     llm: Any, agent: Any, scheduler: Any, control: Control, stops: Stops, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,12 +235,14 @@ def test_a_fault_leaves_stock(  # noqa: PLR0917
     control.apply(ANSWER_ONLY)
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(type(agent.answer_only), "note_strings" if kind == "string" else "token_sleeps", fails)
-        assert stops.in_thinking(ask(llm, stops.params(kind)), kind)
+        (stopped,) = ask(llm, stops.params(kind))
+        assert stops.in_thinking(stopped, kind)
     assert "(fails)" in scheduler._guard.fault
     scheduler._guard._back_at = 0.0
-    assert ask(llm, {}) == stops.free
+    assert ask(llm, {}) == [stops.free]
     assert not scheduler._guard.fault
-    assert stops.in_answer(ask(llm, stops.params(kind)), kind)
+    (stopped,) = ask(llm, stops.params(kind))
+    assert stops.in_answer(stopped, kind)
 
 
 def test_explain_says_that_stops_sleep(llm: Any, control: Control, settled: Settled, stops: Stops) -> None:
