@@ -89,17 +89,24 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
     raise TimeoutError(f"not within {timeout_s * BUSY} s: {what}")
 
 
+def begin(
+    command: Sequence[str], files: Sequence[int], env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.Popen[bytes] | Forked:
+    """Start a program in a session of its own. files: its standard input, output and error. env: None for this
+    process's own."""
+    env, cwd = os.environ if env is None else env, cwd or ROOT
+    stdin, out, errors = files
+    return fork(command, cwd, env, files) or subprocess.Popen(
+        command, cwd=cwd, stdin=stdin, stdout=out, stderr=errors, env=dict(env), start_new_session=True
+    )
+
+
 def start(
     command: list[str], log: Path, env: Mapping[str, str], stdin: str = os.devnull
 ) -> subprocess.Popen[bytes] | Forked:
-    """Start a program in a session of its own, with its output appended to `log` and its input from the file
-    `stdin`."""
+    """Start a program with its output appended to `log` and its input from the file `stdin`."""
     with log.open("ab") as out, open(stdin, "rb") as given:
-        if forked := fork(command, ROOT, env, [given.fileno(), out.fileno(), out.fileno()]):
-            return forked
-        return subprocess.Popen(
-            command, cwd=ROOT, stdin=given, stdout=out, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True
-        )
+        return begin(command, [given.fileno(), out.fileno(), out.fileno()], env)
 
 
 def run(
@@ -107,13 +114,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of the product to its end, and return its exit status and its output. env: None for this process's
     own."""
-    env = os.environ if env is None else env
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, open(os.devnull, "rb") as given:
-        files = [given.fileno(), out.fileno(), errors.fileno()]
-        process = fork(command, cwd or ROOT, env, files) or subprocess.Popen(
-            command, cwd=cwd or ROOT, stdin=given, stdout=out, stderr=errors, env=dict(env)
-        )
-        code = process.wait()
+        code = begin(command, [given.fileno(), out.fileno(), errors.fileno()], env, cwd).wait()
         for file in (out, errors):
             file.seek(0)
         return subprocess.CompletedProcess(command, code, out.read().decode(), errors.read().decode())

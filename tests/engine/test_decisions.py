@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +12,7 @@ from tests.data import maze
 from tests.engine import Run, cases, chat, paced
 from tests.engine.policies import CONVERGED, NEUTRAL
 from tests.processes import MERIDIANCTL, wait_for
+from tests.processes import run as program
 
 if TYPE_CHECKING:
     from tests.engine.pacing import Settled
@@ -126,21 +127,22 @@ def test_meridianctl_end_brings_the_answer(llm: Any, agent: Any, control: Contro
     run.until(lambda: len(run.tokens["slow"]) >= 30)
     wait_for(lambda: any(r.think_tokens >= 20 for r in control.requests()), 20, "the request to be listed")
     command = [*MERIDIANCTL, "--server", control.target, "end", "slow", "--reason", "a customer waits", "--wait", "5"]
-    operator = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    # The engine makes no step until the command has been started and its call has made the decision.
-    decided = before.decisions.get("force/operator", 0)
-    wait_for(lambda: control.engine().decisions["force/operator"] > decided, 60, "the operator's decision")
-    run.until(lambda: end in run.tokens["slow"])
-    run.until()
-    told, complaint = operator.communicate(timeout=60)
+    with ThreadPoolExecutor(1) as thread:
+        operator = thread.submit(program, command)
+        # The engine makes no step until the command has been started and its call has made the decision.
+        decided = before.decisions.get("force/operator", 0)
+        wait_for(lambda: control.engine().decisions["force/operator"] > decided, 60, "the operator's decision")
+        run.until(lambda: end in run.tokens["slow"])
+        run.until()
+        told = operator.result(60)
     tokens = run.tokens["slow"]
     ended = tokens.index(end)
     assert ended >= 30
     answer = llm.get_tokenizer().decode(tokens[ended + 1 :], skip_special_tokens=True).strip()
-    assert (operator.returncode, complaint) == (0, ""), complaint
+    assert (told.returncode, told.stderr) == (0, ""), told.stderr
     assert answer
     assert run.finished["slow"] == "stop", "the model ended its answer itself"
-    assert f"applied at {ended} thinking tokens" in told
+    assert f"applied at {ended} thinking tokens" in told.stdout
     engine = control.settled()
     assert engine.ends["operator"] == before.ends.get("operator", 0) + 1
     life = control.explain("slow")

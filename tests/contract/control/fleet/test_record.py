@@ -6,8 +6,6 @@ import asyncio
 import os
 import secrets
 import signal
-from asyncio.subprocess import PIPE
-from contextlib import suppress
 from datetime import UTC
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -29,7 +27,7 @@ from tests.fakes.agent import FakeAgent, Script, hello
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
-from tests.processes import MERIDIANCTL
+from tests.processes import MERIDIANCTL, begin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -298,7 +296,9 @@ async def test_record_until_interrupted(control: Control, tmp_path: Path) -> Non
     out = tmp_path / "a.trace"
     command = [*MERIDIANCTL, "record", str(out)]
     environment = {**os.environ, "MERIDIAN_SERVER": control.target}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=PIPE, stderr=PIPE)
+    told, errors = tmp_path / "told", tmp_path / "errors"
+    with open(os.devnull, "rb") as given, told.open("wb") as said, errors.open("wb") as complained:
+        process = begin(command, [given.fileno(), said.fileno(), complained.fileno()], environment)
     try:
         await until(lambda: control.fleet.recordings, 30)
         # The recorder writes to the file once it has taken in more than it packs at once. Random text hardly packs.
@@ -306,14 +306,12 @@ async def test_record_until_interrupted(control: Control, tmp_path: Path) -> Non
             random_text = {name: secrets.token_urlsafe(750) for name in ("tenant", "effort")}
             await stream_of(control.target, FakeAgent(), 10, **random_text)
         process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(120):
-            told, errors = await process.communicate()
+        await until(lambda: process.poll() is not None, 120)
     finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-    assert (process.returncode, errors) == (OK, b"")
-    assert told.decode().startswith(f"{out}: ")
+        process.kill()
+        process.wait()
+    assert (process.returncode, errors.read_text()) == (OK, "")
+    assert told.read_text().startswith(f"{out}: ")
     steps = [record.up.step.step for record in read(out) if record.up.HasField("step")]
     assert steps
 

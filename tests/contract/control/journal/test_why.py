@@ -15,7 +15,7 @@ import threading
 import tomllib
 from contextlib import suppress
 from logging.handlers import QueueListener
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -34,7 +34,7 @@ from tests.fakes.engine import TEXT
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
-from tests.processes import MERIDIANCTL
+from tests.processes import MERIDIANCTL, begin
 from tests.unit.sessions import EARLY, stream
 
 if TYPE_CHECKING:
@@ -338,15 +338,13 @@ class Terminal:
         self.shown = b""
 
     async def __aenter__(self) -> Terminal:
-        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), self.slave)
-        self.process = await asyncio.create_subprocess_exec(*self.command, env=self.environment, **streams)
+        self.process = begin(self.command, [self.slave] * 3, self.environment)
         os.set_blocking(self.master, False)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
+        self.process.kill()
+        self.process.wait()
         os.close(self.master)
         os.close(self.slave)
 
@@ -360,7 +358,7 @@ class Terminal:
 
         def ended() -> bool:
             self.reads(b"")
-            return self.process.returncode is not None
+            return self.process.poll() is not None
 
         await until(ended, 30)
         # Before its end the process may have written more than one read returns.
