@@ -6,6 +6,7 @@ always checked.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     Object = dict[str, Any]
 
 KUBERNETES = HERE / "kubernetes"
+# Otherwise each object reads megabytes of definitions anew.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 # An old release, and the newest.
 NEWEST = max(Version(known).release[:2] for known in kubernetes_validate.utils.all_versions())
 VERSIONS = ("1.30", "{}.{}".format(*NEWEST))
