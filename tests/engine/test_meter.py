@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.processes import Control
 
 # Processor time that each call of a slowed function takes more.
-SLOWER_S = 0.01
+SLOWER_S = 0.003
 STEPS = 6 * SPENT_STEPS
 
 
