@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 OK, FAILED, INVALID = range(3)
 # A loss that the made-up requests can prove.
 WIDE = ("--max-loss", 0.1)
+# Names of the command's files.
+OUT, PLOT, REPORT = "policy.toml", "frontier.png", "report.json"
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +46,19 @@ def run(*arguments: object) -> Result:
     return result
 
 
-def test_the_command(tmp_path: Path, recorded: tuple[Path, Path]) -> None:
-    (trace, labels) = recorded
-    out, plot, report = tmp_path / "policy.toml", tmp_path / "frontier.png", tmp_path / "report.json"
-    result = run(trace, "--labels", labels, *WIDE, "--out", out, "--plot", plot, "--report", report)
+@pytest.fixture(scope="module")
+def proved(recorded: tuple[Path, Path]) -> Result:
+    """Return what the command prints about requests whose loss is allowed; its files are beside their trace."""
+    trace, labels = recorded
+    files = ("--out", trace.with_name(OUT), "--plot", trace.with_name(PLOT), "--report", trace.with_name(REPORT))
+    result = run(trace, "--labels", labels, *WIDE, *files)
     assert result.exit_code == OK, result.output
+    return result
+
+
+def test_the_command(proved: Result, recorded: tuple[Path, Path]) -> None:
+    out, plot, report = (recorded[0].with_name(name) for name in (OUT, PLOT, REPORT))
+    result = proved
     told = " ".join(result.stdout.split())
     assert "fixed cap" in told
     assert "RPDI does not separate right from wrong stops on this model and is left out" in told
@@ -62,8 +72,8 @@ def test_the_command(tmp_path: Path, recorded: tuple[Path, Path]) -> None:
     assert found["recommended"]["held_out"]["saved"] > 0.25
     bound = found["recommended"]["held_out"]["harm_bound"]
     assert bound <= 0.1
-    proved = f"The rule costs at most {100 * bound:.2f} points of accuracy with 95 % confidence, which is within the"
-    assert f"{proved} allowed 10.0." in told
+    says = f"The rule costs at most {100 * bound:.2f} points of accuracy with 95 % confidence, which is within the"
+    assert f"{says} allowed 10.0." in told
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -78,13 +88,15 @@ def test_the_command_says_what_is_not_proved(tmp_path: Path, recorded: tuple[Pat
     assert json.loads(report.read_text())["recommended"] is None
 
 
-def test_the_command_in_a_series_needs_a_stronger_proof(tmp_path: Path, recorded: tuple[Path, Path]) -> None:
+def test_the_command_in_a_series_needs_a_stronger_proof(
+    tmp_path: Path, proved: Result, recorded: tuple[Path, Path]
+) -> None:
     (trace, labels), report = recorded, tmp_path / "report.json"
+    result = run(trace, "--labels", labels, *WIDE, "--attempt", 3, "--report", report)
+    assert result.exit_code == OK, result.output
     bounds = []
-    for attempt in (0, 3):
-        result = run(trace, "--labels", labels, *WIDE, "--attempt", attempt, "--report", report)
-        assert result.exit_code == OK, result.output
-        found = json.loads(report.read_text())
+    for attempt, file in ((0, trace.with_name(REPORT)), (3, report)):
+        found = json.loads(file.read_text())
         figures = found["recommended"]["held_out"]
         confidence = 1 - 0.05 / (attempt * (attempt + 1) or 1)
         bounds.append(figures["harm_bound"])
