@@ -96,9 +96,7 @@ def _in_order(wanted: str, folder: Path | None) -> Iterator[str]:
     No host's name has the underscore that separates a number.
     """
     names = [wanted, *(f"{wanted}_{number}" for number in range(2, MAX_SAME + 1))]
-    mine, known = command_of(), []
-    for name in names:
-        if (had := kept_command(folder, name)) is None:
-            break
-        known += [name] if had == mine else []
+    mine = command_of()
+    # Names before it may have no file here, because the engines that had them keep theirs in other folders.
+    known = [name for name in names if kept_command(folder, name) == mine]
     yield from dict.fromkeys((*known, *names))

@@ -121,6 +121,18 @@ def test_a_server_keeps_its_name_over_a_restart(
     assert other.name == host_name, "a server with other arguments has the host's name if it is free"
 
 
+def test_a_server_keeps_a_name_whose_lower_numbers_have_no_file_here(tmp_path: Path, host_name: str) -> None:
+    """The engines that had them, in containers that share their host's network, keep their files in other folders."""
+    names = [EngineName(tmp_path) for _ in range(3)]
+    assert names[2].name == f"{host_name}_3"
+    state = StateFile(tmp_path, names[2].file_name, "m")
+    state.keep(agent_pb2.Settings(revision=1))
+    wait_for(lambda: state.load() is not None, 20, "the settings to be kept")
+    for name in names:
+        name.release()
+    assert EngineName(tmp_path).name == f"{host_name}_3"
+
+
 def test_the_collision_of_chosen_names_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
