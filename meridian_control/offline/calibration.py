@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.common.inference import binomial_upper, chance_to_prove, confidence_of
+from meridian_control.common.inference import binomial_upper, chance_of_at_most, confidence_of, most_successes
 from meridian_control.offline.calibrated_policy import floor_of, policy_of
 from meridian_control.offline.candidates import give_ups, loosened, paired, single_rules
 from meridian_control.offline.correctness import RIGHT
@@ -336,11 +336,11 @@ class Halves:
         Its harm is that with laxer thresholds, because of many rules the one with the least harm has been lucky, too.
         """
         here, there = (len(np.unique(self.unit[half])) for half in (self.fit, self.held_out))
+        allowed = most_successes(there, self.goal.max_loss, self.goal.bound_confidence)
         chosen, most = None, 0.0
         for candidate in tried:
             harm = float(self._harm(self._try(loosened(candidate.rule)).stops, self.fit).sum())
-            goal = self.goal.max_loss, self.goal.bound_confidence
-            if (expected := candidate.saved * chance_to_prove(harm, here, there, *goal)) > most:
+            if (expected := candidate.saved * chance_of_at_most(allowed, there, harm, here)) > most:
                 chosen, most = candidate, expected
         return chosen
 

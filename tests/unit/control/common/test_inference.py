@@ -15,9 +15,10 @@ from meridian_control.common.inference import (
     Sums,
     binomial_lower,
     binomial_upper,
-    chance_to_prove,
+    chance_of_at_most,
     difference,
     evidence,
+    most_successes,
     regularized_beta,
     saved_ratio,
     share_difference,
@@ -49,7 +50,9 @@ def test_binomial_bounds(successes: int, trials: int, confidence: float) -> None
 def test_the_chance_to_prove(harm: float, seen: int, trials: int, limit: float) -> None:
     few_enough = [events for events in range(trials + 1) if binomial_upper(events, trials, 0.95) <= limit]
     expected = stats.betabinom.pmf(few_enough, trials, harm + 0.5, seen - harm + 0.5).sum() if few_enough else 0.0
-    assert chance_to_prove(harm, seen, trials, limit, 0.95) == pytest.approx(expected, abs=1e-9)
+    most = most_successes(trials, limit, 0.95)
+    assert [*range(most + 1)] == few_enough
+    assert chance_of_at_most(most, trials, harm, seen) == pytest.approx(expected, abs=1e-9)
 
 
 def test_no_trials_say_nothing() -> None:
