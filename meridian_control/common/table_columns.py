@@ -143,7 +143,7 @@ for _name in Columns.__annotations__:
 # The columns that token rows change, the columns that a probe's result changes, and the others from which the decision
 # log takes a decision's signals. The table keeps each request's values of them side by side, in rows of SIGNAL_ROW, so
 # that they are copied at once. The first four columns are those of `History.counts`, in its order, and `end_rank`,
-# `entropy_nats` and `end_logprob_nats` lie in the order of TokenColumns.byte_columns.
+# `entropy_nats` and `end_logprob_nats` lie in the order of `TokenRows.newest_signals`.
 ROW_COLUMNS = (
     *("think_tokens", "output_tokens", "boundary_count", "entropy_count"),
     *("entropy_sum", "entropy_window_sum", "token_ms", "end_rank", "entropy_nats", "end_logprob_nats"),

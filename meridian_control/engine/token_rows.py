@@ -106,7 +106,7 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
 
     Raises BadReport if the columns differ in length or if a slot has too many rows.
     """
-    order, whole, signals = _spread(columns.sparse, by_slot=True) if columns.HasField("sparse") else _sorted(columns)
+    order, whole, signals = _read(columns, by_slot=True)
     sent = len(order)
     edges = _slot_edges(whole[0])
     s = whole[0].take(edges[:-1])
@@ -247,11 +247,7 @@ def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDAr
 
     Raises BadReport if the columns differ in length.
     """
-    if columns.HasField("sparse"):
-        _, whole, measured = _spread(columns.sparse)
-    else:
-        encoded = _encoded(columns)
-        whole, measured = encoded[:4].astype(np.int64), encoded[4:].view(np.float32)
+    _, whole, measured = _read(columns)
     _keep_known_phases(whole[1], int(np.bitwise_or.reduce(whole[1])))
     return whole, measured
 
@@ -271,18 +267,23 @@ def _by_slot(slot: NDArray[Any]) -> NDArray[np.intp]:
     return slot.astype(np.uint16, copy=False).argsort(kind="stable")
 
 
-def _sorted(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
-    """Return the order of the rows by slot, and in this order the columns of `columns_of`. Raises BadReport."""
+def _read(
+    columns: agent_pb2.TokenColumns, by_slot: bool = False
+) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
+    """Return the order of the rows, as they are or by slot, and in this order the columns of `columns_of`, with phases
+    as they were sent. Raises BadReport."""
+    if columns.HasField("sparse"):
+        return _spread(columns.sparse, by_slot)
     encoded = _encoded(columns)
-    rows = encoded.take(order := _by_slot(encoded[0]), axis=1)
+    order = _by_slot(encoded[0]) if by_slot else np.arange(encoded.shape[1])
+    rows = encoded.take(order, axis=1) if by_slot else encoded
     return order, rows[:4].astype(np.int64), rows[4:].view(np.float32)
 
 
 def _spread(
-    sparse: agent_pb2.SparseColumns, by_slot: bool = False
+    sparse: agent_pb2.SparseColumns, by_slot: bool
 ) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.float32]]:
-    """Return the order of the rows as they are or by slot, and in this order the columns of `columns_of`. Raises
-    BadReport."""
+    """Return of sparse columns what `_read` returns. Raises BadReport."""
     count = len(sparse.phase)
     slot, phase = _numbers(sparse, "slot", "<u2", count), _numbers(sparse, "phase", "u1", count)
     flagged, measured = _row_numbers(sparse, "flagged_row", count), _row_numbers(sparse, "measured_row", count)
