@@ -43,7 +43,7 @@ IMPORTS = {
         "vllm.model_executor.models.qwen3",
         # The compiled code with which the worker measures logits.
         "meridian_kernels.one_pass",
-        # What test processes import besides.
+        # Modules that test processes import besides.
         "hypothesis",
         "meridian_control.app.main",
         "meridian_control.cli.main",

@@ -37,7 +37,7 @@ POINTS = 241
 
 @dataclass
 class _Counted:
-    """What was counted on an engine, or on all. ttot, output_itl: observations, [TIME_BUCKETS]."""
+    """The counts of an engine, or of all engines. ttot, output_itl: observations, [TIME_BUCKETS]."""
 
     tokens: int = 0
     ttot: NDArray[np.int64] = field(default_factory=lambda: np.zeros(TIME_BUCKETS, np.int64))

@@ -53,7 +53,7 @@ class Sampler:
         seen = [(engine, (engine.acked_revision, _counters(engine))) for engine in connected]
         for engine, (acked, counters) in seen:
             before = self._looks.of(engine, (acked, _nothing()))
-            # What an engine counted while it changed its policy belongs to neither.
+            # The counts of the time in which an engine changed its policy belong to neither.
             if acked in observed and before is not None and before[0] == acked:
                 observed[acked] += counters - before[1]
         self._looks.replace(seen, now)

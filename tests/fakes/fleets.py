@@ -1,4 +1,4 @@
-"""What a fleet in the test's process shows, without a turn of the event loop in between."""
+"""The views of a fleet in the test's process, without a turn of the event loop in between."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Comparisons(FleetPart):
         row = next((row for row in answer.savings if row.in_force), fleet_pb2.Savings())
         (rules, requests, since_s), now_s = self._before, self.fleet.clock().timestamp()
         point = shown.point(row)
-        # What a replica has counted that does not answer would be missing here, and too much in the next point.
+        # The counts of a replica that does not answer would be missing here, and too many in the next point.
         if answer.unreachable_replicas:
             return point
         self._before = row.rules, row.treated.requests, now_s

@@ -172,7 +172,7 @@ class SelfCalibration(FleetPart):
                 if current is not None:
                     await self._step(traffic, learners.get(traffic), newest.get(traffic, Newest()), current)
             except Exception as error:
-                # What is wrong with one traffic must not keep the rules of the others from being withdrawn.
+                # An error for one traffic must not keep the rules of the others from being withdrawn.
                 failures.append(error)
         if failures:
             raise failures[0]
