@@ -6,6 +6,7 @@ reads no clock.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,6 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.errors import BadReport
 from meridian_control.common.masks import all_in, any_in
-from meridian_control.common.packed_fields import NOTHING, floats, integers, packed_fields
 from meridian_control.common.table_columns import ANSWER_TOKEN, NO_TOKEN, OTHER_TOKEN, THINK_END
 
 if TYPE_CHECKING:
@@ -32,20 +32,6 @@ FLAG_GOES_ON = agent_pb2.TOKEN_FLAG_SENTENCE_GOES_ON
 FLAG_PARAGRAPH = agent_pb2.TOKEN_FLAG_PARAGRAPH
 FLAG_BOUNDARY = agent_pb2.TOKEN_FLAG_SENTENCE | FLAG_PARAGRAPH
 TAKE_BACK_SHIFT = int(agent_pb2.TOKEN_FLAG_TAKE_BACK).bit_length() - 1
-
-# Numbers of the columns' fields, by type.
-COLUMNS = agent_pb2.TokenColumns
-INTEGERS = (
-    COLUMNS.SLOT_FIELD_NUMBER,
-    COLUMNS.PHASE_FIELD_NUMBER,
-    COLUMNS.FLAGS_FIELD_NUMBER,
-    COLUMNS.END_RANK_FIELD_NUMBER,
-)
-FLOATS = (
-    COLUMNS.ENTROPY_NATS_FIELD_NUMBER,
-    COLUMNS.END_LOGPROB_NATS_FIELD_NUMBER,
-    COLUMNS.TOP_LOGPROB_NATS_FIELD_NUMBER,
-)
 
 # Kinds of a token that is none of the answer, and of one that is.
 KINDS = np.array([OTHER_TOKEN, ANSWER_TOKEN], np.uint8)
@@ -255,7 +241,7 @@ def columns_of(columns: agent_pb2.TokenColumns) -> tuple[NDArray[np.int64], NDAr
 def _encoded(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
     """Return the columns as byte_columns has them, [7, rows]. Raises BadReport if they differ in length."""
     if not (encoded := columns.byte_columns):
-        return _packed_columns(columns)
+        return _plain_columns(columns)
     if len(encoded) % ROW_BYTES:
         raise BadReport(f"byte_columns must have {ROW_BYTES} bytes for each token; got {len(encoded)} bytes")
     return np.frombuffer(encoded, "<u4").reshape(ROW_BYTES // 4, -1)
@@ -339,21 +325,17 @@ def spell_out(columns: agent_pb2.TokenColumns) -> None:
         column.extend(values.tolist())
 
 
-def _packed_columns(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
-    """Return the columns of a report without byte_columns as byte_columns would have them, [7, rows]. Raises BadReport
-    if they differ in length."""
-    packed = packed_fields(columns)
-    fields: tuple[Sequence[int], ...] = (columns.slot, columns.phase, columns.flags, columns.end_rank)
-    numbers = [integers(packed.get(field, NOTHING), column) for field, column in zip(INTEGERS, fields, strict=True)]
-    measured = [floats(packed.get(field, NOTHING)) for field in FLOATS]
-    if not len(measured[-1]):
-        # An older agent leaves the column out.
-        measured[-1] = np.full(len(numbers[0]), np.nan, np.float32)
-    lengths = [*map(len, numbers), *map(len, measured)]
+def _plain_columns(columns: agent_pb2.TokenColumns) -> NDArray[np.uint32]:
+    """Return the columns of an agent older than byte_columns as byte_columns would have them, [7, rows]. Raises
+    BadReport if they differ in length."""
+    # Such an agent may also leave out the newest column.
+    top_logprob_nats = columns.top_logprob_nats or [math.nan] * len(columns.slot)
+    whole: list[Sequence[int]] = [columns.slot, columns.phase, columns.flags, columns.end_rank]
+    measured = columns.entropy_nats, columns.end_logprob_nats, top_logprob_nats
+    lengths = [*map(len, [*whole, *measured])]
     if len(set(lengths)) != 1:
         raise BadReport(f"token columns must have one length; got {lengths}")
-    whole = np.concatenate(numbers).astype(np.uint32)
-    return np.concatenate([whole, np.concatenate(measured).view(np.uint32)]).reshape(len(lengths), -1)
+    return np.concatenate([np.array(whole).astype(np.uint32), np.array(measured, np.float32).view(np.uint32)])
 
 
 def sentence_goes_on(flags: NDArray[np.int64]) -> NDArray[np.bool_]:
