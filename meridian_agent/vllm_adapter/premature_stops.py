@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.vllm_adapter import scheduler_api
+from meridian_agent.vllm_adapter import request_api, scheduler_api
 from meridian_agent.vllm_adapter.version import unfit_premature_stops
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Container, Iterable, Mapping
 
     from meridian_agent.vllm_types import EngineCoreOutputs, Request, Scheduler
 
@@ -26,14 +26,13 @@ def refusal(scheduler: Scheduler) -> str:
     return unfit_premature_stops()
 
 
-def stopped_at(request: Request, tokens: Iterable[int]) -> bool:
+def stopped_at(request: Request, tokens: Container[int]) -> bool:
     """Whether vLLM has just stopped a request at one of these tokens, which end the model's turns."""
     params = request.sampling_params
     return (
-        str(request.status.name) == "FINISHED_STOPPED"
+        request_api.stopped_after(request, tokens)
         and not getattr(request, "resumable", False)
         and not getattr(params, "ignore_eos", False)
-        and request.output_token_ids[-1] in tokens
     )
 
 

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from meridian_agent.vllm_types import Request
 
@@ -133,9 +133,11 @@ def waits_for_input(request: Request) -> bool:
     return str(request.status.name) == "WAITING_FOR_STREAMING_REQ"
 
 
-def stopped_after(request: Request, tokens: Sequence[int]) -> bool:
-    """Whether a request has ended because it generated one of these tokens."""
-    return str(request.status.name) == "FINISHED_STOPPED" and request.output_token_ids[-1] in tokens
+def stopped_after(request: Request, tokens: Container[int]) -> bool:
+    """Whether a request has ended because it generated one of these tokens. Engines that only encode images stop their
+    requests without a token."""
+    newest = request.output_token_ids[-1:]
+    return str(request.status.name) == "FINISHED_STOPPED" and bool(newest) and newest[0] in tokens
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from meridian_agent.vllm_adapter import premature_stops
 
 
@@ -37,3 +39,10 @@ def test_tokens_of_a_step_under_way_do_not_take_the_place_of_a_stop_that_is_take
     premature_stops.let_go(scheduler, {"r": True})
     assert preempted == [("r", Status.RUNNING, True)]
     assert (request._output_token_ids, request._all_token_ids) == ([7], [5, 6, 7])
+
+
+@pytest.mark.parametrize(("output", "stopped"), [([], False), ([7], False), ([7, 8], True), ([8, 7], False)])
+def test_only_a_newest_token_stops_a_request(output: list[int], stopped: bool) -> None:
+    """vLLM stops a request without any token on an engine that only encodes images."""
+    request: Any = SimpleNamespace(status=Status.FINISHED_STOPPED, sampling_params=None, output_token_ids=output)
+    assert premature_stops.stopped_at(request, {8}) is stopped
