@@ -2,7 +2,8 @@
 (`Holdout`); and the policy that holds for a request once its entries have shortened it.
 
 A capability implements a Protocol and adds its part to `EffectivePolicies`. Several entries that match a request all
-shorten it, so that no rise of a stage lets it think longer; the strictest one is named. The functions are pure.
+shorten it, so that no rise of a stage lets it think longer; of each limit the strictest one is named. The functions
+are pure.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Limits(NamedTuple):
 
 class ShortenedBy(NamedTuple):
     """The entries that shorten a request: the one that sets its cap, the one that lets soft close begin, and the one
-    that puts the entropy rules in force, or the strictest one if none does."""
+    that puts the entropy rules in force, or the one that sets its cap if none does."""
 
     cap: Shortening
     soft: Shortening
@@ -155,10 +156,13 @@ def shortened(own: Policy, staged: Iterable[Staged], *, shadow: bool = False) ->
     if not chosen:
         return own, None
     scheduler, entropy = own.scheduler, own.entropy
-    limits = own_limits = Limits(scheduler.soft_think_tokens, scheduler.max_think_tokens)
-    least = scheduler.min_think_tokens
-    for staged_entry in chosen:
-        limits = _shortened(limits, least, staged_entry)
+    own_limits = Limits(scheduler.soft_think_tokens, scheduler.max_think_tokens)
+    # Of entries that are equally strict, the one in the highest stage is named.
+    chosen.sort(key=lambda staged_entry: staged_entry.stage, reverse=True)
+    alone = [(_shortened(own_limits, scheduler.min_think_tokens, entry), entry) for entry in chosen]
+    softest = min(alone, key=lambda one: one[0].soft_think_tokens)
+    lowest = min(alone, key=lambda one: one[0].max_think_tokens)
+    limits = Limits(softest[0].soft_think_tokens, lowest[0].max_think_tokens)
     ruling = [staged_entry for staged_entry in chosen if getattr(staged_entry.entry, "entropy_in_force", False)]
     puts_in_force = bool(ruling) and entropy.shadow
     if limits == own_limits and not puts_in_force:
@@ -167,20 +171,12 @@ def shortened(own: Policy, staged: Iterable[Staged], *, shadow: bool = False) ->
         entropy = entropy.model_copy(update={"shadow": False})
     scheduler = scheduler.model_copy(update=limits._asdict())
     held = own.model_copy(update={"scheduler": scheduler, "entropy": entropy})
-    chosen.sort(key=_strictness, reverse=True)
-    softest = min(chosen, key=lambda staged_entry: _shortened(own_limits, least, staged_entry).soft_think_tokens)
-    strictest = max(ruling or chosen, key=_strictness)
     return held, ShortenedBy(
         *(
             Shortening(staged_entry.section, staged_entry.entry.name, staged_entry.stage, own)
-            for staged_entry in (chosen[0], softest, strictest)
+            for staged_entry in (lowest[1], softest[1], ruling[0] if ruling else lowest[1])
         )
     )
-
-
-def _strictness(staged: Staged) -> tuple[int, int]:
-    entry, stage = staged.entry, staged.stage
-    return stage, -(entry.soft_think_tokens if stage == SOFT_CLOSE else entry.max_think_tokens)
 
 
 def _shortened(limits: Limits, least: int, staged: Staged) -> Limits:

@@ -97,6 +97,10 @@ def test_other_requests_keep_their_policy(
 ALL = {**ACME, **DEEP, "name": "all", "soft_think_tokens": 9000}
 STRICT = [{**ACME, **DEEP}, {**ALL, "max_think_tokens": 1000}]
 LATE = [{**ACME, **DEEP, "soft_think_tokens": 500}, {**ALL, "max_think_tokens": 6000}]
+FLOORS = [
+    {**ACME, "max_think_tokens": 4096, "min_think_tokens": 512},
+    {**ACME, "name": "all", "max_think_tokens": 1024, "min_think_tokens": 1024},
+]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,11 @@ LATE = [{**ACME, **DEEP, "soft_think_tokens": 500}, {**ALL, "max_think_tokens": 
         (LATE, {"acme": SOFT_CLOSE, "all": SOFT_CLOSE}, 500, 32768, "acme"),
         (LATE, {"acme": SOFT_CLOSE, "all": LOWER_CAP}, 500, 6000, "all"),
         (LATE, {"acme": SOFT_CLOSE, "all": FLOOR}, 10, 10, "all"),
+        # The cap's budget is the one that sets it, whatever the stages are, and soft close begins where one alone lets
+        # it begin.
+        ([ACME, {**ALL, "max_think_tokens": 1000}], {"acme": FLOOR, "all": LOWER_CAP}, 500, 1000, "all"),
+        (FLOORS, {"acme": FLOOR, "all": FLOOR}, 512, 512, "acme"),
+        (FLOORS[::-1], {"acme": LOWER_CAP, "all": LOWER_CAP}, 1024, 1024, "all"),
     ],
 )
 def test_several_budgets(budgets: list[dict[str, Any]], stages: dict[str, int], soft: int, cap: int, name: str) -> None:
