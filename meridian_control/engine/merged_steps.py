@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meridian_control.common.errors import BadReport
-from meridian_control.engine.token_rows import row_count
+from meridian_control.engine.token_rows import differs, row_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,19 +20,25 @@ if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
     from numpy.typing import NDArray
 
+    from meridian_control.engine.token_rows import TokenRows
+
 # Largest age of a step in a report; a report that waited for longer than a day is refused.
 MAX_AGE_MS = 86_400_000
 # Bound for the steps that a report merges; no correct agent merges as many.
 MAX_STEPS = 1 << 12
 
 
-def steps(report: agent_pb2.StepReport) -> Iterable[tuple[int, int, float]]:
-    """Return token rows, prompt tokens and milliseconds of each step for which the report gives all three."""
+def steps(report: agent_pb2.StepReport, rows: TokenRows) -> Iterable[tuple[int, int, float]]:
+    """Return sequences with tokens, prompt tokens and milliseconds of each step for which the report gives all three.
+    With draft tokens a sequence has several rows in a step. rows: those of the report."""
     merged = report.merged
     if merged.rows:
-        return zip(merged.rows[:], merged.prefill_tokens[:], merged.step_time_ms[:], strict=True)
+        step = step_of_rows(report).take(rows.number)
+        begins = differs(rows.slot) | differs(step)
+        sequences = np.bincount(step[begins], minlength=report.steps).tolist()
+        return zip(sequences, merged.prefill_tokens[:], merged.step_time_ms[:], strict=True)
     if report.steps == 1:
-        return [(row_count(report.tokens), report.prefill_tokens, report.step_time_ms)]
+        return [(len(rows.s), report.prefill_tokens, report.step_time_ms)]
     return ()
 
 

@@ -40,9 +40,9 @@ class Order(Part):
 
     def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
         """Update the estimate of the step cost with the report's steps."""
-        for rows, prefill_tokens, took_ms in steps(report):
-            if rows + prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
-                self._cost.add_step_time(rows, prefill_tokens, took_ms)
+        for sequences, prefill_tokens, took_ms in steps(report, self._table.history.rows):
+            if sequences + prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
+                self._cost.add_step_time(sequences, prefill_tokens, took_ms)
 
     def decide(self, turn: Turn) -> None:
         revises, self._revises = self._revises, False

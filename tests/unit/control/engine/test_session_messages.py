@@ -288,24 +288,30 @@ def test_a_measurement_out_of_bounds_is_left_out(value: float) -> None:
     assert (made.session.totals.queueing.sum, made.session.totals.ttot.sum) == (0, 0)
 
 
-def test_the_cost_of_a_step_is_learnt_from_merged_reports_too() -> None:
-    alone, merged = stream(policy()), stream(policy())
+@pytest.mark.parametrize("drafted", [1, 3])
+def test_the_cost_of_a_step_is_learnt_from_merged_reports_too(drafted: int) -> None:
+    """Draft tokens, which give a sequence several rows in a step, change nothing: the cost is per sequence."""
+    plain, alone, merged = (stream(policy()) for _ in range(3))
     took_ms, prefill_tokens = [10.0, 40.0, 11.0], [0, 300, 2]
     rows = [[(0, THINK, 0, 1.0)], [(0, THINK, 0, 1.0)], [(0, THINK, 0, 1.0), (1, THINK, 0, 1.0)]]
-    for made in (alone, merged):
+    for made in (plain, alone, merged):
         made.open("a", think=0)
         made.open("b", think=0)
         made.step()
     for kept, step_ms, prompt in zip(rows, took_ms, prefill_tokens, strict=True):
-        alone.say(tokens=tokens(kept), step_time_ms=step_ms, prefill_tokens=prompt)
+        plain.say(tokens=tokens(kept), step_time_ms=step_ms, prefill_tokens=prompt)
+        alone.say(tokens=tokens(kept * drafted), step_time_ms=step_ms, prefill_tokens=prompt)
     columns = agent_pb2.StepColumns(
-        rows=[1, 1, 2], step_time_ms=took_ms, prefill_tokens=prefill_tokens, age_ms=[51.0, 11.0, 0.0]
+        rows=[drafted, drafted, 2 * drafted],
+        step_time_ms=took_ms,
+        prefill_tokens=prefill_tokens,
+        age_ms=[51.0, 11.0, 0.0],
     )
-    merged.say(
-        3, tokens=tokens([row for kept in rows for row in kept]), step_time_ms=11.0, prefill_tokens=2, merged=columns
-    )
+    whole = tokens([row for kept in rows for row in kept * drafted])
+    merged.say(3, tokens=whole, step_time_ms=11.0, prefill_tokens=2, merged=columns)
     assert (costs := merged.session._stream.step_cost).steps == 4
-    assert costs.coefficients == alone.session._stream.step_cost.coefficients
+    learnt = plain.session._stream.step_cost.coefficients
+    assert costs.coefficients == alone.session._stream.step_cost.coefficients == learnt
     # If the agent does not tell merged steps apart, only their number is known, and nothing can be learnt.
     merged.say(2, tokens=tokens(rows[2]), step_time_ms=11.0)
     assert costs.steps == 4
