@@ -135,14 +135,15 @@ def _first(
 ) -> list[tuple[int, agent_pb2.ForceReason.ValueType]]:
     """Return for each slot the rules that fired in shadow, up to the first rule in force that fired, and that rule.
 
-    firings: slot, index, precedence, reason and whether the rule is in shadow, for each rule that fired.
+    The rules of a request come in the order in which they fired. firings: slot, index, precedence, reason and whether
+    the rule is in shadow, for each rule that fired.
     """
     kept, over = [], -1
-    for slot, index, precedence, reason, shadow in sorted(firings):
+    for slot, index, _, reason, shadow in sorted(firings):
         if slot != over:
-            kept.append((precedence, slot, index, reason))
+            kept.append((index, reason))
             over = over if shadow else slot
-    return [(index, reason) for *_, index, reason in sorted(kept)]
+    return kept
 
 
 def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool:

@@ -26,6 +26,7 @@ from meridian_control.engine.shadow_comparison import Comparison
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 from meridian_control.journal.messages import compared
+from meridian_control.policy.shortening_kinds import SOFT_CLOSE
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
 from tests.unit.sessions import NOW, govern
@@ -184,13 +185,13 @@ REFERENCES = {
 }
 
 
-def with_rule(name: str, shadow: bool, floor: int, **scheduler: Any) -> Policy:
+def with_rule(name: str, shadow: bool, floor: int, *, holdout_share: float = 0.02, **scheduler: Any) -> Policy:
     sections = RULES[name]
     return policy(
         scheduler={"min_think_tokens": floor, "max_think_tokens": 12, "shadow": shadow}
         | sections.get("scheduler", {})
         | scheduler,
-        entropy={"shadow": shadow, **sections["entropy"], **REFERENCES},
+        entropy={"shadow": shadow, "holdout_share": holdout_share, **sections["entropy"], **REFERENCES},
         loop={"shadow": shadow} | sections.get("loop", {}),
     )
 
@@ -303,6 +304,17 @@ def test_rules_on_probes_fire_where_they_hold_and_the_floor_is_passed(
     # The first step is a report of its own, because the probes are asked for in its answer.
     single, merged = told(held, [[step] for step in steps]), told(held, [[first], *cuts(steps[1:], lengths)])
     assert merged.fired() == single.fired()
+
+
+@pytest.mark.parametrize("lengths", [[1] * 7, [1, 9], [5, 9], [6, 9]])
+def test_the_first_rule_to_fire_would_have_ended_the_thinking_of_the_control_group(lengths: list[int]) -> None:
+    """Soft close fires at the fifth token, and the rank rule, which precedes it at the same token, at the sixth."""
+    tokens = [(THINK, 0, 1.0, 9)] * 3 + [(THINK, SENTENCE, 1.0, rank) for rank in (9, 5, 2, 2)]
+    steps = [Step(opened={1: THINK} if not number else {}, tokens={1: [row]}) for number, row in enumerate(tokens)]
+    made = told(with_rule("all", False, 0, holdout_share=0.5), cuts(steps, lengths))
+    assert [fired[1:3] for fired in made.fired()] == [("rank", True), ("soft_close", True)]
+    request = made.session.part(ControlGroup).requests.by_slot[1]
+    assert (request.stopped_by, request.from_tokens) == (SOFT_CLOSE, 5)
 
 
 def _goes_on(rows: list[Token]) -> list[Token]:

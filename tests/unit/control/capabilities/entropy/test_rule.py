@@ -152,7 +152,7 @@ def test_precedence_over_all_rules() -> None:
     assert ends(policy(entropy=ACTIVE, scheduler=soft), table(ranked(1))) == [(0, SOFT)]
     # Each request ends once.
     four = table(DERAILED | CONVERGED, DERAILED, thinking(), CONVERGED)
-    assert ends(policy(entropy=ACTIVE), four) == [(0, EAT), (3, EAT), (1, RPDI)]
+    assert ends(policy(entropy=ACTIVE), four) == [(0, EAT), (1, RPDI), (3, EAT)]
 
 
 def test_a_rule_in_shadow_fires_once_and_keeps_no_other_from_firing() -> None:
