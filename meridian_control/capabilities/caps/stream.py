@@ -35,8 +35,7 @@ class Caps(Part):
     def revise(self) -> None:
         self._revises = True
 
-    def shortened(self) -> None:
-        self._revises = True
+    shortened = revise
 
     def ends(self, turn: Turn) -> Sliced[None] | None:
         table, extend = self._table, self._table.cap_probed
