@@ -22,6 +22,6 @@ def newly_unreachable(capabilities: agent_pb2.Capabilities, table: RequestTable)
     return unmarked.nonzero()[0]
 
 
-def reusable_again(table: RequestTable) -> NDArray[np.intp]:
-    """Return the slots whose tier is revoked once the policy's `kv_memory` section is disabled."""
+def unreachable(table: RequestTable) -> NDArray[np.intp]:
+    """Return the slots whose blocks have been given up, in force or in shadow."""
     return np.flatnonzero(table.live & (table.tier == agent_pb2.EVICTION_TIER_UNREACHABLE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.tiers import rule
@@ -11,7 +12,6 @@ from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.engine.part import Part
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from meridian_control.common.slices import Sliced
@@ -33,11 +33,11 @@ class Tiers(Part):
         revises, self._revises = self._revises, False
         if not memory.enabled:
             tier = agent_pb2.EVICTION_TIER_REUSABLE
-            return self._send(rule.reusable_again(table), "reusable", tier, False, turn) if revises else None
-        if revises:
-            # All tiers are sent again.
-            table.put(slice(None), tier=agent_pb2.EVICTION_TIER_UNSPECIFIED)
+            return self._send(rule.unreachable(table), "reusable", tier, False, turn) if revises else None
         slots, tier = rule.newly_unreachable(self._can, table), agent_pb2.EVICTION_TIER_UNREACHABLE
+        if revises:
+            # All tiers are sent again, also those of requests that answer by now.
+            slots = np.union1d(slots, rule.unreachable(table))
         return self._send(slots, "unreachable", tier, memory.shadow, turn) if len(slots) else None
 
     def _send(

@@ -453,6 +453,12 @@ def test_memory_that_is_switched_off_takes_tiers_back() -> None:
     made.step(8)
     made.open("b")
     made.step()
+    # Also the request that answers by now has its tier under each revision.
+    shadow = made.apply(policy(kv_memory={"shadow": True}))[-1].directives.tiers
+    assert [(t.slot, t.tier, t.shadow) for t in shadow] == [
+        (0, agent_pb2.EVICTION_TIER_UNREACHABLE, True),
+        (1, agent_pb2.EVICTION_TIER_UNREACHABLE, True),
+    ]
     off = policy(kv_memory={"enabled": False})
     tiers = made.apply(off)[-1].directives.tiers
     assert [(t.slot, t.tier) for t in tiers] == [

@@ -8,7 +8,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.order.rule import hold_admission
-from meridian_control.capabilities.tiers.rule import newly_unreachable, reusable_again
+from meridian_control.capabilities.tiers.rule import newly_unreachable, unreachable
 from meridian_control.engine.request_table import PROMPT
 from meridian_control.policy.schema import KvMemoryPolicy
 from tests.fakes.tables import answering, table, thinking
@@ -27,7 +27,7 @@ def test_what_thinks_is_told_once() -> None:
     made.open(agent_pb2.RequestOpened(slot=3, phase=agent_pb2.PHASE_THINK))
     assert newly_unreachable(CAN, made).tolist() == [3]
     made.put(slice(None), tier=0)
-    assert newly_unreachable(CAN, made).tolist() == [0, 3], "a policy that stays on tells all anew"
+    assert newly_unreachable(CAN, made).tolist() == [0, 3]
     # Both capabilities are needed.
     for can in ({"reclaim": True}, {"template_strips_think": True}, {}):
         assert newly_unreachable(agent_pb2.Capabilities(**can), made).tolist() == []
@@ -37,9 +37,9 @@ def test_a_policy_that_is_switched_off_takes_tiers_back_once() -> None:
     made = table(thinking(), thinking(), answering())
     made.put(newly_unreachable(CAN, made), tier=UNREACHABLE)
     made.close(1)
-    assert reusable_again(made).tolist() == [0]
-    made.put(reusable_again(made), tier=REUSABLE)
-    assert reusable_again(made).tolist() == []
+    assert unreachable(made).tolist() == [0]
+    made.put(unreachable(made), tier=REUSABLE)
+    assert unreachable(made).tolist() == []
 
 
 HOLDS = thinking(prompt_tokens=100, think_tokens=250, output_tokens=51)
