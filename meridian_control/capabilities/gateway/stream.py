@@ -9,6 +9,9 @@ from meridian_control.engine.part import Part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
+
+    from meridian.v1 import agent_pb2
 
     from meridian_control.engine.part import Stream
 
@@ -28,14 +31,21 @@ class RefusedClasses(Part):
     """The requests of an engine whose gateway names tenants or SLO classes."""
 
     def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+        self._stream, self._lists = stream, False
 
     @classmethod
     def of(cls, stream: Stream) -> RefusedClasses | None:
         return cls(stream) if stream.hello.request_sources else None
 
+    def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
+        self._lists = True
+
+    def snapshot_ends(self, now: datetime) -> None:
+        self._lists = False
+
     def opened(self, slots: Sequence[int]) -> None:
-        for slot in slots:
+        # A snapshot lists requests that wait, which were counted when they began.
+        for slot in slots if not self._lists else ():
             info = self._stream.table.info[slot]
             # A request that already has tokens was counted before.
             if info is not None and info.refused_slo_class and not (info.think_tokens or info.output_tokens):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_control.capabilities.gateway.stream import REFUSED_TOTAL
 from meridian_control.engine.effective_policies import ROOM
 from meridian_control.engine.step_cost import WARM_STEPS
 from tests.fakes.agent import Script
@@ -61,6 +62,20 @@ def test_unknown_efforts_get_the_defaults_and_are_counted_once() -> None:
     ungoverned.open("early", effort="turbo")
     ungoverned.step()
     assert (ungoverned.session.totals.requests, ungoverned.session.totals.unknown_efforts) == (1, 0)
+
+
+def test_refused_slo_classes_are_counted_once() -> None:
+    """A request that waits is listed in each snapshot until it has its first token."""
+    made = stream(hello_fields={"request_sources": "slo class from x-slo"})
+    made.agent.places = 1
+    for name in ("runs", "waits"):
+        made.open(name, refused_slo_class="gold")
+    made.step()
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.step()
+    made.open("later", refused_slo_class="gold")
+    made.step()
+    assert made.session.totals.counted[REFUSED_TOTAL, ()] == 3
 
 
 def capped(**caps: int) -> Callable[[Stream], None]:
