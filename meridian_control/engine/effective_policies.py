@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 # Number of policies above which policies that no live request uses are dropped.
 ROOM = 64
-# Reasons of decisions about a cap or near it.
-CAP_REASONS = ("hard_cap", "empty_answer")
 
 Among: TypeAlias = "NDArray[np.bool_] | None"
 
@@ -65,7 +63,7 @@ class EffectivePolicies:
     def apply(self, revision: int, policy: Policy) -> Sliced[None]:
         """Put a policy in force and find the policy of each live request under it."""
         self.policy, self.revision = policy, revision
-        self._held = [Held(policy, None, policy, policy)]
+        self._held = [Held(policy, None, policy, policy, policy)]
         self._newest_behind = None
         self._active = [shortener for shortener in self.shorteners if shortener.entries]
         self._table.set_window(policy.entropy.rpdi_window_tokens)
@@ -122,10 +120,11 @@ class EffectivePolicies:
         staged = list(chain.from_iterable(by_shortener))
         policy, by = shortened(own, staged)
         if bool(self._table.control[slots[0]]) and self.holdout is not None:
-            group = self._index_of(Held(self.holdout.unshortened(policy), by, own, policy))
+            capping = own.model_copy(update={"scheduler": self.holdout.unshortened_cap(own.scheduler)})
+            group = self._index_of(Held(self.holdout.unshortened(policy), by, own, policy, capping))
             self.holdout.exposed(slots, self._held[group], staged)
         else:
-            group = 0 if policy is self.policy else self._index_of(Held(policy, by, own, policy))
+            group = 0 if policy is self.policy else self._index_of(Held(policy, by, own, policy, own))
         self._table.put(slots, group=group)
         for shortener, mine in zip(self._active, by_shortener, strict=True):
             would: Policy | None = None
@@ -206,32 +205,22 @@ class EffectivePolicies:
         by = self.held(slot).by
         return by.cap if by is not None else None
 
-    def held_out_cap(self, slot: int) -> int:
-        """Return the cap that really holds for a held-out request."""
-        opened = self._table.info[slot]
-        assert opened is not None
-        own = self._unshortened(self.held(slot).own)
-        return effects.cap(own.scheduler, opened, bool(self._table.extended[slot]))
-
-    def _unshortened(self, own: Policy) -> Policy:
-        assert self.holdout is not None
-        return own.model_copy(update={"scheduler": self.holdout.unshortened_cap(own.scheduler)})
-
     def behind(self, slot: int, reason: str) -> Behind:
         """Return the policy that holds for the request in a slot, and the entry that has changed what a decision with
         this reason depends on."""
         held = self.held(slot)
-        if held.is_held_out and reason in CAP_REASONS:
-            return Behind(self.revision, self._unshortened(held.own), None, None)
-        if held.by is None:
+        policy, entries = held.policy, held.by
+        if reason == "hard_cap" or (held.is_held_out and reason == "empty_answer"):
+            policy, entries = held.capping, None
+        if entries is None:
             # Most decisions share one object, because most requests have the same policy.
             behind = self._newest_behind
-            if behind is None or behind.policy is not held.policy:
-                self._newest_behind = behind = Behind(self.revision, held.policy, None, None)
+            if behind is None or behind.policy is not policy:
+                self._newest_behind = behind = Behind(self.revision, policy, None, None)
             return behind
-        by = held.by.soft if reason == "soft_close" else held.by.rules if reason in ENTROPY_REASONS else held.by.cap
+        by = entries.soft if reason == "soft_close" else entries.rules if reason in ENTROPY_REASONS else entries.cap
         (detail,) = (shortener.detail(by) for shortener in self._active if shortener.section == by.section)
-        return Behind(self.revision, held.policy, by, detail)
+        return Behind(self.revision, policy, by, detail)
 
     def in_use(self) -> list[tuple[Policy, Among]]:
         """Return each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""

@@ -61,13 +61,15 @@ class Held(NamedTuple):
     """A policy that holds for requests.
 
     by: the entries that shorten it, None if none does. own: the policy without these entries. treated: for held-out
-    requests the policy that would hold for them otherwise, for others the policy itself.
+    requests the policy that would hold for them otherwise, for others the policy itself. capping: the policy whose cap
+    holds if no entry lowers it, `own` unless the requests are held out.
     """
 
     policy: Policy
     by: ShortenedBy | None
     own: Policy
     treated: Policy
+    capping: Policy
 
     @property
     def is_held_out(self) -> bool:

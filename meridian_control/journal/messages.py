@@ -295,13 +295,16 @@ def _loop(decision: Decision, policy: Policy) -> Iterator[Compared]:
 
 
 def _cap(decision: Decision, policy: Policy) -> Iterator[Compared]:
-    cap, limit = decision.signals.max_think_tokens, policy.scheduler.max_think_tokens
-    name = _limit_name(decision, "scheduler.max_think_tokens")
+    cap, extension, extended = decision.signals.max_think_tokens, 0, ""
     if decision.reason == "empty_answer":
-        limit += policy.scheduler.empty_answer_extension_tokens
-        name += " + scheduler.empty_answer_extension_tokens"
-    if decision.shortening is not None and decision.life.opened.min_think_tokens > limit:
-        limit, name = decision.life.opened.min_think_tokens, "own min_think_tokens"
+        extension = policy.scheduler.empty_answer_extension_tokens
+        extended = " + scheduler.empty_answer_extension_tokens"
+    limit, name = policy.scheduler.max_think_tokens + extension, _limit_name(decision, "scheduler.max_think_tokens")
+    name += extended
+    if (by := decision.shortening) is not None and (floor := decision.life.opened.min_think_tokens) > limit:
+        # The request's own floor lifts the cap, though not above that without the entry.
+        without = by.without.scheduler.max_think_tokens + extension, f"scheduler.max_think_tokens{extended}"
+        limit, name = min((floor, "own min_think_tokens"), without)
     if (own := decision.life.opened.max_think_tokens) is not None and own < limit:
         limit, name = own, "own max_think_tokens"
     if cap is not None:

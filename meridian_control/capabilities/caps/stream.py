@@ -67,9 +67,10 @@ class Caps(Part):
         assert info is not None
         if not policy.scheduler.enabled:
             return NO_CAP, "hard_cap"
+        extended = bool(self._table.extended[slot])
         if self._table.control[slot]:
-            return self._policies.held_out_cap(slot), "hard_cap"
-        own, extended = self._policies.of(slot).scheduler, bool(self._table.extended[slot])
+            return effects.cap(self._policies.held(slot).capping.scheduler, info, extended), "hard_cap"
+        own = self._policies.of(slot).scheduler
         if (shortening := self._policies.shortening(slot)) is None:
             return effects.cap(own, info, extended), "hard_cap"
         without = shortening.without.scheduler

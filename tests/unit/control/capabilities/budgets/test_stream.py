@@ -126,6 +126,18 @@ def test_an_extended_cap_names_the_budget() -> None:
     assert (cap.budget, cap.comparisons[0].value, cap.comparisons[0].limit) == ("acme", 50, 50)
 
 
+def test_a_cap_that_the_requests_floor_lifts_to_the_policys_names_the_policy() -> None:
+    made = stream(budgeted(empty_answer_extension_tokens=30))
+    made.agent.empty_answer = True
+    play(made, {"acme": LOWER_CAP}, opens("a", tenant="acme", min_think_tokens=150), 50)
+    caps = [decision for decision in decided(made, "a", "hard_cap", "empty_answer") if decision.kind == "cap"]
+    name = "scheduler.max_think_tokens"
+    assert [(cap.comparisons[0].value, cap.comparisons[0].limit_name, cap.comparisons[0].limit) for cap in caps] == [
+        (100, name, 100),
+        (130, f"{name} + scheduler.empty_answer_extension_tokens", 130),
+    ]
+
+
 @pytest.mark.parametrize("first", [budgeted(shadow=True), budgeted(enabled=False)], ids=["shadow", "off"])
 def test_a_budget_in_shadow_and_a_scheduler_that_is_off_shorten_nothing(first: Policy) -> None:
     made = play(stream(first), {"acme": FLOOR}, opens("a", tenant="acme"), 50)
