@@ -289,15 +289,18 @@ class Session:
         leases = (policy.fallback, policy.scheduler, policy.entropy, policy.kv_memory)
         shortest_s = min(section.lease_ms for section in leases if section.lease_ms) / 1000
         self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
-        self.shadow.applied(revision, self._policies.compared_rules(policy))
+        before, rules = self.policy, self._policies.compared_rules(policy)
+        self.shadow.applied(revision, rules)
         self._parts.policy_begins(revision, policy, now)
         yield from self._policies.apply(revision, policy)
         self._parts.policy_changed(now)
         self._parts.revise()
-        # A rule that was in shadow under the old policy may be in force under the new one, so its ends are forgotten.
-        under_way = self._ledger.ends_under_way()
-        self.table.forget_ends()
-        self._ledger.go_on(under_way)
+        if before is None or self._policies.compared_rules(before) != rules:
+            # A rule that was in shadow under the old policy may be in force under the new one, so its ends are
+            # forgotten.
+            under_way = self._ledger.ends_under_way()
+            self.table.forget_ends()
+            self._ledger.go_on(under_way)
         return (yield from self._decide(now))
 
     def _on_snapshot_part(self, part: agent_pb2.Snapshot, now: datetime) -> Sliced[Out]:

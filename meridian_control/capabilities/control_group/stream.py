@@ -20,6 +20,7 @@ from meridian_control.capabilities.control_group.rule import (
     unshortened,
     unshortened_cap,
 )
+from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.common.table_columns import FORCED_END, NO_CAP
 from meridian_control.engine.moments import sentence_ends
 from meridian_control.engine.part import UNREAD_PROBE, Part
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 BITS = {signal: 1 << number for number, signal in enumerate(SIGNALS)}
 AT_SENTENCE_ENDS = {"rank": "boundary_ranks", "rpdi": "boundary_rpdi"}
 BITS_AT_SENTENCE_ENDS = sum(BITS[signal] for signal in AT_SENTENCE_ENDS)
+# Bit of each entropy rule in the table's column `shadow_decided`.
+RULE_BITS = {reason: 1 << agent_pb2.ForceReason.Value(f"FORCE_REASON_{reason.upper()}") for reason in ENTROPY_REASONS}
 # Rules that fire on the newest probe, except if a request passes its floor or a policy changes later.
 BY_PROBE = ("eat", "give_up")
 NOTE = "nothing shortens this request, so that others can be compared with it"
@@ -131,8 +134,9 @@ class ControlGroup(Part):
             request, opened = self.requests.by_slot[slot], self._table.info[slot]
             assert opened is not None
             if self._stream.policies.held(slot).treated.entropy.shadow and not held.treated.entropy.shadow:
-                # A rule that has fired while it was in shadow for treated requests, too, fires again.
-                self._table.put(slot, shadow_decided=0)
+                # An entropy rule that has fired while it was in shadow for treated requests, too, fires again.
+                in_force = [RULE_BITS[reason] for reason in RULE_BITS if kind_of_rule(held, reason) is not None]
+                self._table.put(slot, shadow_decided=int(self._table.shadow_decided[slot]) & ~sum(in_force))
             request.kinds |= kinds
             self.requests.set_cap(slot, *(kind_of_cap(held, opened, extended=False) if acts else (NO_CAP, None)))
 

@@ -426,6 +426,14 @@ def test_from_shadow_to_enforced() -> None:
     assert made.balanced()
 
 
+def test_a_rule_in_shadow_fires_again_only_if_the_rules_change() -> None:
+    shadowed, loops = policy(scheduler=EARLY, entropy=CALIBRATED | {"shadow": True}), {"loop": {"min_rounds": 9}}
+    made = play(stream(shadowed), opens("a"), 20)
+    for other, fired in (({"telemetry": {"report_interval_steps": 2}}, 1), (loops, 2), (loops, 2)):
+        play(made, policy(scheduler=EARLY, entropy=CALIBRATED | {"shadow": True}, **other), 5)
+        assert len([event for event in made.life("a").events if event.decision.kind == "force"]) == fired
+
+
 def test_a_scheduler_that_is_switched_off_lifts_caps_and_goes_back_to_stock() -> None:
     never = play(stream(policy(scheduler={"enabled": False})), opens("a"), 3)
     assert (never.caps(), never.agent.checker.plan) == ({}, (None, 0, False, False, True))

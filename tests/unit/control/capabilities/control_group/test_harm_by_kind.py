@@ -13,7 +13,7 @@ from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP
 from tests.fakes.tables import policy
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED, counts
-from tests.unit.sessions import Stream, each_token_ends_a_sentence, opens, play, stream
+from tests.unit.sessions import CALIBRATED, Stream, each_token_ends_a_sentence, opens, play, stream
 
 if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
@@ -140,3 +140,21 @@ def test_the_first_kind_to_end_thinking_is_blamed() -> None:
     made.agent.eat_nats = 3.0
     play(made, {"acme": LOWER_CAP}, opens(CONTROL, THINK, 3, trial_answer=late), THINK + 20)
     assert [(harm_of(made, kind).judged, harm_of(made, kind).harmful) for kind in ("budget", "cap")] == [(1, 1), (1, 0)]
+
+
+def test_only_the_rules_that_pressure_puts_in_force_fire_again() -> None:
+    """Soft close was in force for treated requests before, and the give-up rule stays in shadow."""
+    gives_up = {"give_up_tokens": 1, "give_up_eat_nats": 0.001, "give_up_shadow": True}
+    rules = policy(
+        scheduler={"min_think_tokens": 0, "soft_think_tokens": 5},
+        entropy={**CALIBRATED, **SHADOW, **gives_up},
+        pressure=[{**PRESSURE, "soft_think_tokens": 500, "max_think_tokens": 500, "entropy_in_force": True}],
+    )
+    made = stream(rules)
+    each_token_ends_a_sentence(made)
+    play(made, opens(CONTROL), 20)
+    made.agent.checker.told[0].shadowed.remove(agent_pb2.FORCE_REASON_EAT)
+    made.session.part(EnginePressure).set_levels({"busy": 6})
+    made.step(10)
+    forces = [event.decision for event in made.life(CONTROL).events if event.decision.kind == "force"]
+    assert Counter(force.reason for force in forces) == {"eat": 2, "soft_close": 1, "give_up": 1}
