@@ -187,12 +187,18 @@ def _settled(wanted: int, in_force: int | None) -> int:
     return in_force if in_force is not None and abs(wanted - in_force) <= DEADBAND * in_force else wanted
 
 
-def hold_admission(policy: KvMemoryPolicy, table: RequestTable, kv_tokens: int) -> bool:
-    """Whether thinking uses more than its share of `kv_tokens` cache tokens while a preempted answer waits."""
+def hold_admission(policy: KvMemoryPolicy, table: RequestTable, kv_tokens: int, kv_used: float) -> bool:
+    """Whether thinking uses more than its share of `kv_tokens` cache tokens while a preempted answer waits.
+
+    Requests with a common beginning share its blocks, so together they may have more tokens than the cache in use: then
+    thinking has its part of that by the tokens of all. kv_used: fraction of the cache in use, 0 if it is not known.
+    """
     if not policy.enabled or kv_tokens == 0:
         return False
     if not any_in(table.preempted) or not any_in(table.live & table.preempted & (table.phase == OUTPUT)):
         return False
-    thinking = table.live & (table.phase == THINK) & ~table.preempted
-    thinking_tokens = int((table.prompt_tokens + table.think_tokens + table.output_tokens)[thinking].sum())
-    return thinking_tokens > policy.think_phase_memory_fraction * kv_tokens
+    running = table.live & ~table.preempted & ~table.queued
+    tokens = (table.prompt_tokens + table.think_tokens + table.output_tokens)[running]
+    thinking, whole = int(tokens[table.phase[running] == THINK].sum()), int(tokens.sum())
+    used = min(whole, (kv_used or 1.0) * kv_tokens)
+    return thinking > 0 and used * (thinking / whole) > policy.think_phase_memory_fraction * kv_tokens

@@ -30,7 +30,7 @@ class Order(Part):
         self._table, self._ledger, self._cost = stream.table, stream.ledger, stream.step_cost
         self._can = hello.capabilities.dispatch
         self._kv_tokens = hello.num_blocks * hello.block_size_tokens
-        self._share, self._hold = rule.Share(), False
+        self._share, self._hold, self._kv_used = rule.Share(), False, 0.0
         # Whether a request of the engine has thought since the stream began.
         self._has_thought = False
         self._revises = False
@@ -40,6 +40,7 @@ class Order(Part):
 
     def reported(self, report: agent_pb2.StepReport, now: datetime) -> None:
         """Update the estimate of the step cost with the report's steps."""
+        self._kv_used = report.kv_used
         for sequences, prefill_tokens, took_ms in steps(report, self._table.history.rows):
             if sequences + prefill_tokens and 0 <= took_ms <= MAX_STEP_MS:
                 self._cost.add_step_time(sequences, prefill_tokens, took_ms)
@@ -49,7 +50,7 @@ class Order(Part):
         if not self._can:
             return
         scheduler, memory, table = turn.policy.scheduler, turn.policy.kv_memory, self._table
-        hold = rule.hold_admission(memory, table, self._kv_tokens) and not memory.shadow
+        hold = rule.hold_admission(memory, table, self._kv_tokens, self._kv_used) and not memory.shadow
         share, slots, ranks = rule.Share(), NOBODY, table.rank
         stock = not scheduler.enabled or scheduler.strategy == "stock"
         if not stock:

@@ -73,4 +73,29 @@ FRACTION = {"think_phase_memory_fraction": 0.41}
 def test_when_admission_is_held(
     rows: tuple[dict[str, Any], ...], fields: dict[str, Any], capacity: int, holds: bool
 ) -> None:
-    assert hold_admission(KvMemoryPolicy(**fields), table(*rows), capacity) is holds
+    assert hold_admission(KvMemoryPolicy(**fields), table(*rows), capacity, 0.0) is holds
+
+
+SHARED = [thinking(prompt_tokens=100, think_tokens=25)] * 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "fraction", "kv_used", "holds"),
+    [
+        # 8 requests with 125 tokens each, 100 of which they share: 300 tokens in the cache.
+        ([*SHARED, WAITS], 0.40, 0.3, False),
+        ([*SHARED, WAITS], 0.29, 0.3, True),
+        # Half of the tokens belong to an answer.
+        ([*SHARED, answering(prompt_tokens=1000), WAITS], 0.40, 0.7, False),
+        ([*SHARED, answering(prompt_tokens=1000), WAITS], 0.40, 0.9, True),
+        # What waits for its first step has nothing in the cache.
+        ([*SHARED, answering(prompt_tokens=1000, queued=True), WAITS], 0.40, 0.7, True),
+        # 1.0 never holds, whatever is known.
+        ([*SHARED, *SHARED, WAITS], 1.0, 1.0, False),
+        ([*SHARED, *SHARED, WAITS], 1.0, 0.0, False),
+    ],
+)
+def test_requests_that_share_blocks_hold_less_than_their_tokens(
+    rows: list[dict[str, Any]], fraction: float, kv_used: float, holds: bool
+) -> None:
+    assert hold_admission(KvMemoryPolicy(think_phase_memory_fraction=fraction), table(*rows), 1000, kv_used) is holds
