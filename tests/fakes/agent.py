@@ -48,6 +48,8 @@ class Told:
     # Phase after the newest reported token; a rank that was sent before holds for the phase before.
     phase: int = agent_pb2.PHASE_UNSPECIFIED
     cap: tuple[int | None, bool, int] | None = None
+    # Whether the agent may have a cap that this stream has not told: from before a snapshot, or from older settings.
+    may_have_cap: bool = False
     rank: int | None = None
     tier: tuple[int, bool] | None = None
     forced: bool = False
@@ -70,18 +72,22 @@ class StreamChecker:
         self.plan: tuple[Any, ...] | None = None
         # After an acknowledged policy or a snapshot, the control plane may once send values again that it sent before.
         self.anew = True
+        # Whether no report has come since the newest settings, so that the next one may open requests of older ones.
+        self.acked_unreported = False
 
     def sent(self, message: agent_pb2.ConnectRequest) -> None:
         """Note a message that the agent sends."""
         if message.HasField("snapshot"):
-            self.told = {o.slot: Told(o.request_id) for o in message.snapshot.requests}
+            self.told = {o.slot: Told(o.request_id, may_have_cap=True) for o in message.snapshot.requests}
             self.anew = True
         if message.HasField("settings_status") and not message.settings_status.error:
             self.acked = self.anew = True
             for told in self.told.values():
                 told.forced = False
                 told.shadowed.clear()
-        self.told |= {o.slot: Told(o.request_id) for o in message.step.opened}
+        opened_before = self.acked_unreported
+        self.acked_unreported = message.HasField("settings_status") or (opened_before and not message.step.steps)
+        self.told |= {o.slot: Told(o.request_id, may_have_cap=opened_before) for o in message.step.opened}
         columns = message.step.tokens
         for slot, phase, flags in zip(columns.slot, columns.phase, columns.flags, strict=True):
             told, ended = self.told[slot], flags & agent_pb2.TOKEN_FLAG_END
@@ -113,7 +119,8 @@ class StreamChecker:
             told = self.told[cap.slot]
             assert self.capabilities.force_end
             assert told.cap != now, f"cap of slot {cap.slot} told twice"
-            assert now[0] is not None or told.cap is not None, "a cap lifted that was never set"
+            may_lift = told.cap is not None or told.may_have_cap
+            assert now[0] is not None or may_lift, "a cap lifted that was never set"
             told.cap = now
         for force in directives.forces:
             assert self.capabilities.force_end

@@ -19,7 +19,7 @@ from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 from meridian_control.journal.messages import explain_request
 from meridian_control.policy.model import Policy
-from tests.fakes.agent import ALL, FakeAgent, Script, hello
+from tests.fakes.agent import ALL, FakeAgent, Script, StreamChecker, hello
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
@@ -50,6 +50,7 @@ class Stream:
     hello_fields: dict[str, Any] = field(default_factory=dict)
     now: datetime = NOW
     revision: int = 0
+    session_id: str = "s"
     # The session's messages, and policies with their revisions, with their times.
     trace: list[tuple[datetime, agent_pb2.ConnectRequest | tuple[int, Policy]]] = field(default_factory=list)
     responses: list[agent_pb2.ConnectResponse] = field(default_factory=list)
@@ -58,9 +59,9 @@ class Stream:
     def __post_init__(self) -> None:
         self.agent.checker.capabilities = self.capabilities
         self.hello = hello(capabilities=self.capabilities, **self.hello_fields)
-        journal = Journal(self.log, self.hello.engine_id, self.hello.incarnation, "s", self.now)
-        self.session = Session("s", self.hello, self.now, journal, parts=STREAM_PARTS)
-        self.agent.receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s")))
+        journal = Journal(self.log, self.hello.engine_id, self.hello.incarnation, self.session_id, self.now)
+        self.session = Session(self.session_id, self.hello, self.now, journal, parts=STREAM_PARTS)
+        self.agent.receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id=self.session_id)))
 
     def deliver(self, responses: list[agent_pb2.ConnectResponse]) -> None:
         self.responses += responses
@@ -188,6 +189,17 @@ def govern(session: Session, revision: int, held: Policy, now: datetime = NOW) -
     (response,) = session.on_policy(revision, held)
     status = agent_pb2.SettingsStatus(nonce=response.settings.nonce, revision=revision)
     session.on_message(agent_pb2.ConnectRequest(settings_status=status), now)
+
+
+def reconnected(made: Stream, under: Policy) -> Stream:
+    """Connect the same agent, with a snapshot of its requests, on a new stream to a control plane with a policy."""
+    agent = made.agent
+    agent.checker, agent.outbox = StreamChecker(), []
+    agent.engine.directives.new_stream()
+    again = Stream(agent, session_id="t", log=made.log, now=made.now)
+    agent.say(snapshot=agent.snapshot())
+    again.apply(under)
+    return again
 
 
 def opens(name: str, *script: int, **fields: Any) -> Callable[[Stream], int]:

@@ -27,18 +27,25 @@ class Caps(Part):
     def __init__(self, stream: Stream) -> None:
         self._table, self._policies, self._ledger = stream.table, stream.policies, stream.ledger
         self._revises = False
+        # Whether the agent may limit requests that were told no cap: after a snapshot those that it lists, and in the
+        # first report under new settings those that opened under the earlier ones.
+        self._may_limit = False
 
     @classmethod
     def of(cls, stream: Stream) -> Caps | None:
         return cls(stream) if stream.ends_thinking else None
 
     def revise(self) -> None:
-        self._revises = True
+        self._revises = self._may_limit = True
+
+    def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
+        self._may_limit = True
 
     shortened = revise
 
     def ends(self, turn: Turn) -> Sliced[None] | None:
         table, extend = self._table, self._table.cap_probed
+        may_limit, self._may_limit = self._may_limit, self._may_limit and not turn.reported
         if any_in(extend):
             extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
             table.put(extend, extended=True)
@@ -47,9 +54,9 @@ class Caps(Part):
         due = extend | (table.max_think_tokens == UNTOLD) | self._revises
         self._revises = False
         table.has_new = False
-        return self._decide((table.live & due).nonzero()[0].tolist(), extend, turn)
+        return self._decide((table.live & due).nonzero()[0].tolist(), extend, turn, may_limit)
 
-    def _decide(self, slots: list[int], extend: NDArray[np.bool_], turn: Turn) -> Sliced[None]:
+    def _decide(self, slots: list[int], extend: NDArray[np.bool_], turn: Turn, may_limit: bool) -> Sliced[None]:
         table, policy = self._table, turn.policy
         for count, slot in enumerate(slots, 1):
             if not count % SLICE_ROWS:
@@ -59,7 +66,7 @@ class Caps(Part):
             reserve = effects.answer_reserve(self._policies.of(slot), info) if info and cap != NO_CAP else 0
             limits = cap, policy.scheduler.shadow, reserve
             if limits != (table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]):
-                self._send(slot, limits, "empty_answer" if extend[slot] else why, turn.out)
+                self._send(slot, limits, "empty_answer" if extend[slot] else why, turn.out, may_limit)
 
     def _cap(self, policy: Policy, slot: int) -> tuple[int, str]:
         """Return a request's cap, and its reason: the section of the entry that lowers it, or `hard_cap`."""
@@ -77,10 +84,12 @@ class Caps(Part):
         cap = effects.cap(own, info, extended, without)
         return cap, shortening.section if cap < effects.cap(without, info, extended) else "hard_cap"
 
-    def _send(self, slot: int, limits: tuple[int, bool, int], why: str, out: agent_pb2.Directives) -> None:
+    def _send(
+        self, slot: int, limits: tuple[int, bool, int], why: str, out: agent_pb2.Directives, may_limit: bool
+    ) -> None:
         """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve."""
         table, (cap, shadow, reserve) = self._table, limits
-        first = table.max_think_tokens[slot] in (UNTOLD, NO_CAP)
+        has_none = table.max_think_tokens[slot] in ((NO_CAP,) if may_limit else (NO_CAP, UNTOLD))
         table.note_cap(slot, cap, shadow, reserve)
         if table.closing[slot]:
             return
@@ -88,5 +97,5 @@ class Caps(Part):
             decision_id = self._ledger.make("cap", why, slot, shadow, cap_tokens=cap)
             values = {"max_think_tokens": cap, "answer_reserve_tokens": reserve}
             out.caps.add(decision_id=decision_id, slot=slot, shadow=shadow, **values)
-        elif not first:
+        elif not has_none:
             out.caps.add(decision_id=self._ledger.make("cap", "lifted", slot), slot=slot)

@@ -20,7 +20,23 @@ from tests.fakes.agent import Script
 from tests.fakes.engine import START, TEXT
 from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy, tokens
-from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, aborts, opens, play, stream, totals
+from tests.unit.sessions import (
+    CALIBRATED,
+    EARLY,
+    NOW,
+    Act,
+    Stream,
+    aborts,
+    freezes,
+    opens,
+    play,
+    reconnected,
+    stream,
+    thaws,
+    totals,
+)
+
+OFF = policy(scheduler={"enabled": False})
 
 # ------------------------------------------------------------------------------------------------------------ markers
 
@@ -435,16 +451,16 @@ def test_a_rule_in_shadow_fires_again_only_if_the_rules_change() -> None:
 
 
 def test_a_scheduler_that_is_switched_off_lifts_caps_and_goes_back_to_stock() -> None:
-    never = play(stream(policy(scheduler={"enabled": False})), opens("a"), 3)
+    never = play(stream(OFF), opens("a"), 3)
     assert (never.caps(), never.agent.checker.plan) == ({}, (None, 0, False, False, True))
     made = stream()
     made.open("a")
     made.open("b", own_cap=4000)
     made.step(2)
-    off = policy(scheduler={"enabled": False})
-    directives = made.apply(off)[-1].directives
+    directives = made.apply(OFF)[-1].directives
     assert [(c.slot, c.HasField("max_think_tokens")) for c in directives.caps] == [(0, False), (1, False)]
     assert directives.plan.stock
+    made.step()
     made.open("c")
     assert not made.step(3).caps
     assert made.agent.engine.directives.active_plan() is None
@@ -453,6 +469,29 @@ def test_a_scheduler_that_is_switched_off_lifts_caps_and_goes_back_to_stock() ->
     assert (again.plan.stock, list(again.plan.slot)) == (False, [0, 1, 2])
     made.step()
     assert made.agent.engine.directives.active_plan() is not None
+
+
+def limited_by_older_settings(made: Stream) -> None:
+    """Open a request just before its agent puts settings without a cap in force, after the newest report."""
+    made.agent.engine.tracker.limit_new(1000, (0, 0), over=False)
+    made.open("b", think=1500)
+    made.agent.engine.tracker.limit_new(None, (0, 0), over=False)
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [
+        (freezes, OFF, thaws),
+        (lambda made: reconnected(made, OFF).step(),),
+        (limited_by_older_settings, OFF, 2),
+        (limited_by_older_settings, freezes, OFF, 1, thaws),
+    ],
+)
+def test_no_limit_stays_in_force_that_the_stream_has_not_told(acts: tuple[Act, ...]) -> None:
+    made = stream(policy(scheduler={"max_think_tokens": 1000, "answer_reserve_for": "all"}))
+    play(made, opens("a"), 3, *acts)
+    live = made.agent.engine.live.values()
+    assert {(one.limit, one.reserve_tokens) for one in live} == {(None, 0)}
 
 
 def test_memory_that_is_switched_off_takes_tiers_back() -> None:

@@ -13,19 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.common.slices import at_once
-from meridian_control.engine.session import Session
 from meridian_control.fleet.status_messages import each_request_view
-from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import LIFE_EVENTS, DecisionLog
 from meridian_control.journal.messages import explain_request, list_decisions, newest_life, page_of
 from meridian_control.journal.records import Decision
 from meridian_control.journal.request_ids import sampled
-from tests.fakes.agent import StreamChecker
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, each_token_ends_a_sentence, stream
+from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, each_token_ends_a_sentence, reconnected, stream
 
 
 def life(made: Stream, request_id: str = "a", engine_id: str = "") -> fleet_pb2.RequestLife:
@@ -188,19 +184,6 @@ def test_an_abort_says_who_may_have_made_it() -> None:
 # ------------------------------------------------------------------------------------------------------------- streams
 
 
-def reconnected(made: Stream) -> Stream:
-    """Connect the same agent on a new stream, with a snapshot of its live requests."""
-    made.agent.checker, made.agent.outbox = StreamChecker(), []
-    made.agent.engine.directives.new_stream()
-    again = Stream(agent=made.agent, log=made.log, now=made.now)
-    again.session = Session(
-        "t", again.hello, made.now, Journal(made.log, "engine", "1", "t", made.now), parts=STREAM_PARTS
-    )
-    again.agent.say(snapshot=again.agent.snapshot())
-    again.apply(policy(scheduler=EARLY))
-    return again
-
-
 def test_a_life_goes_on_over_a_broken_stream() -> None:
     made = stream(policy(scheduler=EARLY))
     made.open("a", answer=2)
@@ -214,7 +197,7 @@ def test_a_life_goes_on_over_a_broken_stream() -> None:
     made.agent.abort("gone")
     made.agent.engine.take()
     made.now += timedelta(seconds=3)
-    again = reconnected(made)
+    again = reconnected(made, policy(scheduler=EARLY))
     again.step(3)
     assert kinds(life(again))[-3:] == ["stream_lost", "stream_back", "cap hard_cap"]
     assert {d.session_id for d in decisions(again, kind="cap", request_id="a")} == {"s", "t"}
@@ -226,7 +209,7 @@ def test_a_request_that_was_under_way_is_said_to_be() -> None:
     made.open("a")
     made.step(3)
     made.log = DecisionLog()
-    again = reconnected(made)
+    again = reconnected(made, policy(scheduler=EARLY))
     assert life(again).joined_late
     assert life(again).think_tokens == 3
     at_once(made.session.closing(made.now))
@@ -295,7 +278,7 @@ def test_a_life_that_two_replicas_tell_of_is_one() -> None:
     before = explain_request(made.log, (), request)
     made.log = DecisionLog()
     made.now += timedelta(seconds=1)
-    again = reconnected(made)
+    again = reconnected(made, policy(scheduler=EARLY))
     again.step(3)
     after = explain_request(made.log, list(each_request_view(again.session)), request)
     told = newest_life([after, before])

@@ -121,7 +121,7 @@ def test_sessions_with_the_same_inputs_decide_the_same() -> None:
                 made.report(kv_used=0.9)
         decided.append([(d.decision_id, d.kind, d.reason) for d in made.session.open_decisions.values()])
     assert decided[0] == decided[1]
-    assert {reason for _, _, reason in decided[0]} == {"kv_pressure", "taken_back"}
+    assert {reason for _, kind, reason in decided[0] if kind == "hand_over"} == {"kv_pressure", "taken_back"}
 
 
 # --------------------------------------------------------------------------------------------------------------- shadow
