@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy
 
+# A probe near the cap that the engine refuses, as under load, is asked for again after this many thinking tokens.
+CAP_PROBE_INTERVAL_TOKENS = 16
+
 
 def _may_be_probed(table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
     allowed: NDArray[np.bool_] = table.thinking & ~table.probe_open
@@ -104,9 +107,9 @@ def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
 
 
 def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
-    """Return the slots so near their cap that a probe asks, once, whether the answer would be empty."""
+    """Return the slots so near their cap that a probe asks whether the answer would be empty, until one has told."""
     if not (policy.scheduler.enabled and policy.scheduler.empty_answer_extension_tokens):
         return np.zeros(0, np.intp)
     near = (table.max_think_tokens >= 0) & (table.think_tokens >= table.max_think_tokens - EXTENSION_LEAD_TOKENS)
-    may = _may_be_probed(table, among) & (table.think_tokens > 0)
+    may = _may_be_probed(table, among) & (table.think_tokens >= table.next_cap_probe_tokens)
     return np.flatnonzero(may & near & ~table.cap_probed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -181,6 +182,37 @@ def test_the_cap_of_a_request_whose_answer_would_be_empty_is_extended_once(
     made.step(60)
     assert (made.session.totals.decisions["probe"], made.session.totals.ends["hard_cap"]) == (probes, 2)
     assert made.balanced()
+
+
+def test_a_probe_near_the_cap_that_the_engine_refuses_is_asked_for_again() -> None:
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
+    made = stream(policy(scheduler=limits, entropy={"enabled": False}))
+    made.agent.empty_answer = True
+    # The session takes a probe without a number as refused.
+    made.agent.eat_nats = math.nan
+    made.open("a")
+    assert [at for at in range(80) if made.step().probes] == [35, 51, 67]
+    made.agent.eat_nats = 0.01
+    assert len(made.step(60).probes) == 1
+    assert made.session.totals.ends["hard_cap"] == 1
+    assert made.life("a").think_tokens == 130
+
+
+def test_only_a_probe_near_the_cap_extends_it() -> None:
+    """An earlier probe of the EAT rule may have found an empty answer where the newest one, near the cap, does not."""
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
+    chosen = policy(scheduler=limits, entropy={**CALIBRATED, "shadow": True, "eat_probe_interval_tokens": 80})
+    made = stream(chosen)
+    made.agent.empty_answer = True
+    made.open("a")
+    made.step(35)
+    made.agent.empty_answer = False
+    assert made.step().probes
+    # Caps are revised before the result is there.
+    made.apply(chosen)
+    assert (made.session.table.empty_answer[0], made.session.table.probe_open[0]) == (True, True)
+    made.step(40)
+    assert made.caps() == {"a": 100}
 
 
 def test_no_rule_ends_thinking_into_an_empty_answer() -> None:
