@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_control.common.table_columns import NO_CAP
 from meridian_control.engine.request_table import THINK
+from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS
 from meridian_control.policy.schema import EntropyPolicy
 
 if TYPE_CHECKING:
@@ -53,16 +54,19 @@ class ControlRequest:
     """A request of the control group.
 
     kinds: what could have shortened the request at some time. cap, cap_kind: the cap that would hold, and what sets it.
-    stopped_by: the kind that would have ended its thinking first, None for none so far; gives_up: whether that was the
-    give-up rule. from_tokens: thinking tokens at the place of that end as the control plane decided it; stop_tokens: as
-    the engine would have carried it out, -1 until that is known. newest: the newest probe, with its number of equal
-    trial answers in a row, same_answer. at_stop: the probe nearest to the place. is_cut: whether the thinking was
-    shortened although it should not have been.
+    extended: both once an empty answer has extended the cap. extends: whether the first probe near the cap found one,
+    None before that probe. stopped_by: the kind that would have ended its thinking first, None for none so far;
+    gives_up: whether that was the give-up rule. from_tokens: thinking tokens at the place of that end as the control
+    plane decided it; stop_tokens: as the engine would have carried it out, -1 until that is known. newest: the newest
+    probe, with its number of equal trial answers in a row, same_answer. at_stop: the probe nearest to the place.
+    is_cut: whether the thinking was shortened although it should not have been.
     """
 
     kinds: set[Kind] = field(default_factory=set)
     cap: int = NO_CAP
     cap_kind: Kind | None = None
+    extended: tuple[int, Kind | None] = (NO_CAP, None)
+    extends: bool | None = None
     stopped_by: Kind | None = None
     gives_up: bool = False
     from_tokens: int = 0
@@ -85,10 +89,14 @@ class ControlRequest:
             self._stop(self.cap_kind, self.cap)
             self.stop_tokens = self.cap
 
-    def set_cap(self, cap: int, kind: Kind | None, think_tokens: int, thinks: bool) -> None:
-        """Note the cap that would hold from now on, and the kind that sets it, None if it really holds."""
+    def set_cap(
+        self, own: tuple[int, Kind | None], extended: tuple[int, Kind | None], think_tokens: int, thinks: bool
+    ) -> None:
+        """Note the cap that would hold from now on, and the kind that sets it, None if it really holds. extended: both
+        if an empty answer extends the cap."""
         self.ends_at_cap(think_tokens, thinks)
-        self.cap, self.cap_kind = cap, kind
+        self.extended = extended
+        cap, kind = self.cap, self.cap_kind = extended if self.extends else own
         if kind is not None and self.stopped_by is None and thinks and think_tokens > cap:
             # A treated request that has thought longer than its new cap ends its thinking at once.
             self._stop(kind, think_tokens)
@@ -119,11 +127,20 @@ class ControlRequest:
         is_alike = result.is_other is False
         self.newest = Probe(number, result.think_tokens, result.is_empty, is_alike)
         self.same_answer = result.same_answer
+        if self._may_extend(result.think_tokens) and result.think_tokens <= self.cap:
+            self.extends = result.is_empty
+            if self.extends:
+                self.cap, self.cap_kind = self.extended
         if self.stopped_by is None:
             return
         at = self.at_stop
         if at is None or self._distance(self.newest) < self._distance(at):
             self.at_stop = self.newest
+
+    def _may_extend(self, think_tokens: int) -> bool:
+        """Whether a probe after so many thinking tokens tells if an empty answer extends the cap."""
+        extensible = self.extends is None and self.extended[0] > self.cap
+        return extensible and think_tokens >= max(1, self.cap - EXTENSION_LEAD_TOKENS)
 
     def _distance(self, probe: Probe) -> int:
         return abs(probe.think_tokens - self.from_tokens)
@@ -135,8 +152,8 @@ class ControlRequest:
         newest_tokens = self.newest.think_tokens if self.newest is not None else -think_tokens
         since = think_tokens - newest_tokens
         if self.stopped_by is None:
-            near = self.cap_kind is not None and think_tokens >= self.cap - NEAR_CAP_TOKENS
-            return near and think_tokens > 0 and since >= NEAR_GAP_TOKENS
+            near = think_tokens >= self.cap - NEAR_CAP_TOKENS or self._may_extend(think_tokens)
+            return self.cap_kind is not None and near and think_tokens > 0 and since >= NEAR_GAP_TOKENS
         return newest_tokens < self.from_tokens or since >= gap_tokens(think_tokens, interval_tokens)
 
     def is_judged(self, think_tokens: int) -> bool:
@@ -197,9 +214,9 @@ class ControlRequests:
     def clear(self) -> None:
         self.by_slot.clear()
 
-    def set_cap(self, slot: int, cap: int, kind: Kind | None) -> None:
+    def set_cap(self, slot: int, own: tuple[int, Kind | None], extended: tuple[int, Kind | None]) -> None:
         table = self._table
-        self.by_slot[slot].set_cap(cap, kind, int(table.think_tokens[slot]), bool(table.phase[slot] == THINK))
+        self.by_slot[slot].set_cap(own, extended, int(table.think_tokens[slot]), bool(table.phase[slot] == THINK))
 
     def pass_caps(self) -> None:
         """Note which requests have passed the cap that would hold for them, as of the newest report."""

@@ -138,7 +138,10 @@ class ControlGroup(Part):
                 in_force = [RULE_BITS[reason] for reason in RULE_BITS if kind_of_rule(held, reason) is not None]
                 self._table.put(slot, shadow_decided=int(self._table.shadow_decided[slot]) & ~sum(in_force))
             request.kinds |= kinds
-            self.requests.set_cap(slot, *(kind_of_cap(held, opened, extended=False) if acts else (NO_CAP, None)))
+            own, extended = (
+                kind_of_cap(held, opened, extended=extends) if acts else (NO_CAP, None) for extends in (False, True)
+            )
+            self.requests.set_cap(slot, own, extended)
 
     def would_end(self, slot: int, reason: str, think_tokens: int, *, reported: bool) -> None:
         kind, request = kind_of_rule(self._stream.policies.held(slot), reason), self.requests.by_slot[slot]

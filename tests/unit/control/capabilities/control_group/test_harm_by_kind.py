@@ -86,6 +86,24 @@ def test_each_kind_is_measured_although_the_entropy_rules_are_in_shadow(kind: st
     ) == made.session.part(ControlGroup).verdicts
 
 
+@pytest.mark.parametrize(("empty_until", "extended", "harmful"), [(90, 150, 0), (170, 150, 1), (30, 100, 0)])
+def test_a_cap_that_an_empty_answer_extends_is_judged_where_it_would_end_the_thinking(
+    empty_until: int, extended: int, harmful: int
+) -> None:
+    limits = {"min_think_tokens": 0, "max_think_tokens": 100, "empty_answer_extension_tokens": 50}
+    made = stream(policy(scheduler=limits, entropy=SHADOW))
+    made.agent.eat_nats = 3.0
+    made.open(CONTROL, 200, 3)
+    made.open(TREATED, 200, 3)
+    for tokens in range(210):
+        made.agent.empty_answer = tokens < empty_until
+        made.step()
+    told = counts(made)
+    assert (told.treated.think_tokens, told.control.think_tokens) == (extended, 200)
+    assert (harm_of(made, "cap").judged_stops, harm_of(made, "cap").harmful) == (1, harmful)
+    assert told.shadow_saved_tokens == 200 - extended
+
+
 def test_harm_needs_probes_that_no_rule_asks_for() -> None:
     """Calibration without a rule on probes leaves a request one probe of the policy's own."""
     made = run("budget", 90, eat_probe_interval_tokens=2**31 - 1, rpdi_threshold=0.0, eat_level_threshold_nats=0.0)
