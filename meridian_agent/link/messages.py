@@ -29,7 +29,8 @@ DECISION_KINDS = ("forces", "caps", "tiers", "probes", "hand_overs", "preempts")
 
 
 def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
-    slot, info, phase, think_tokens, output_tokens, untold_think_tokens, forced, preempted, queued, unmeasured = row
+    slot, info, phase, think_tokens, output_tokens, untold_think_tokens, decided_cap, ending, *flags = row
+    forced, preempted, queued, unmeasured = flags
     return agent_pb2.RequestOpened(
         slot=slot,
         request_id=shown_id(info.request_id),
@@ -56,6 +57,8 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         chat=info.chat,
         sleeping_stops=info.sleeping_stops,
         unreported_think_tokens=untold_think_tokens,
+        decided_max_think_tokens=decided_cap,
+        ending=ending,
     )
 
 

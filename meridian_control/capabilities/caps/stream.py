@@ -12,9 +12,7 @@ from meridian_control.engine.request_table import THINK
 from meridian_control.policy import effects
 
 if TYPE_CHECKING:
-    import numpy as np
     from meridian.v1 import agent_pb2
-    from numpy.typing import NDArray
 
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.part import Stream, Turn
@@ -54,19 +52,31 @@ class Caps(Part):
         due = extend | (table.max_think_tokens == UNTOLD) | self._revises
         self._revises = False
         table.has_new = False
-        return self._decide((table.live & due).nonzero()[0].tolist(), extend, turn, may_limit)
+        return self._decide((table.live & due).nonzero()[0].tolist(), turn, may_limit)
 
-    def _decide(self, slots: list[int], extend: NDArray[np.bool_], turn: Turn, may_limit: bool) -> Sliced[None]:
+    def _decide(self, slots: list[int], turn: Turn, may_limit: bool) -> Sliced[None]:
         table, policy = self._table, turn.policy
         for count, slot in enumerate(slots, 1):
             if not count % SLICE_ROWS:
                 yield
+            if table.max_think_tokens[slot] == UNTOLD:
+                self._take_over(policy, slot)
             cap, why = self._cap(policy, slot)
             info = table.info[slot]
             reserve = effects.answer_reserve(self._policies.of(slot), info) if info and cap != NO_CAP else 0
             limits = cap, policy.scheduler.shadow, reserve
             if limits != (table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]):
-                self._send(slot, limits, "empty_answer" if extend[slot] else why, turn.out, may_limit)
+                self._send(slot, limits, "empty_answer" if table.extended[slot] else why, turn.out, may_limit)
+
+    def _take_over(self, policy: Policy, slot: int) -> None:
+        """Note whether the cap that the agent has from before a snapshot has been extended for an empty answer."""
+        info, table = self._table.info[slot], self._table
+        if info is None or info.decided_max_think_tokens is None:
+            return
+        cap, _ = self._cap(policy, slot)
+        table.put(slot, extended=True)
+        extended = cap != info.decided_max_think_tokens == self._cap(policy, slot)[0]
+        table.put(slot, extended=extended, cap_probed=extended)
 
     def _cap(self, policy: Policy, slot: int) -> tuple[int, str]:
         """Return a request's cap, and its reason: the section of the entry that lowers it, or `hard_cap`."""

@@ -85,7 +85,7 @@ class Engine:
         record = replace(_events(step), step=self.step, ended_s=self.step / 100, step_time_ms=10.0, opened=[])
         for slot, phase in step.opened.items():
             info = RequestInfo(f"r{slot}", "m", "", "", 3, 1000, None)
-            record.opened.append((slot, info, phase, 0, 0, 0, False, False, False, False))
+            record.opened.append((slot, info, phase, 0, 0, 0, None, 0, False, False, False, False))
         entropies, ranks = list[float](), list[int]()
         for slot, tokens in step.tokens.items():
             for phase, flags, entropy, rank in tokens:

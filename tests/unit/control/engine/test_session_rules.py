@@ -13,7 +13,18 @@ from meridian_control.engine.effective_policies import ROOM
 from meridian_control.engine.step_cost import WARM_STEPS
 from tests.fakes.agent import Script
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, Stream, each_token_ends_a_sentence, opens, play, stream
+from tests.unit.sessions import (
+    CALIBRATED,
+    EARLY,
+    Stream,
+    each_token_ends_a_sentence,
+    freezes,
+    opens,
+    play,
+    reconnected,
+    stream,
+    thaws,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,6 +175,9 @@ def test_combinations_of_overrides_are_forgotten_with_their_requests() -> None:
 
 # ------------------------------------------------------------------------------------------------------- empty answers
 
+EXTENSIBLE = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
+EXTENDING = policy(scheduler=EXTENSIBLE, entropy={"enabled": False})
+
 
 @pytest.mark.parametrize(
     ("extension", "empty", "probes", "caps"),
@@ -184,9 +198,31 @@ def test_the_cap_of_a_request_whose_answer_would_be_empty_is_extended_once(
     assert made.balanced()
 
 
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda made: reconnected(made, EXTENDING),
+        lambda made: play(made, freezes, thaws),
+        lambda made: made.agent.say(snapshot=made.agent.snapshot()),
+    ],
+)
+@pytest.mark.parametrize(("empty", "cap", "reason"), [(True, 130, "empty_answer"), (False, 100, "hard_cap")])
+def test_an_extended_cap_stays_so_over_a_snapshot(
+    again: Callable[[Stream], Stream | None], *, empty: bool, cap: int, reason: str
+) -> None:
+    made = stream(EXTENDING)
+    made.agent.empty_answer = empty
+    play(made, opens("a"), 110 if empty else 90)
+    made = again(made) or made
+    made.step()
+    told = [event.decision.reason for event in made.life("a").events if event.decision.kind == "cap"]
+    assert (made.caps(), told[-1]) == ({"a": cap}, reason)
+    made.step(50)
+    assert made.life("a").think_tokens == cap
+
+
 def test_a_probe_near_the_cap_that_the_engine_refuses_is_asked_for_again() -> None:
-    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
-    made = stream(policy(scheduler=limits, entropy={"enabled": False}))
+    made = stream(EXTENDING)
     made.agent.empty_answer = True
     # The session takes a probe without a number as refused.
     made.agent.eat_nats = math.nan
@@ -200,8 +236,7 @@ def test_a_probe_near_the_cap_that_the_engine_refuses_is_asked_for_again() -> No
 
 def test_only_a_probe_near_the_cap_extends_it() -> None:
     """An earlier probe of the EAT rule may have found an empty answer where the newest one, near the cap, does not."""
-    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "empty_answer_extension_tokens": 30}
-    chosen = policy(scheduler=limits, entropy={**CALIBRATED, "shadow": True, "eat_probe_interval_tokens": 80})
+    chosen = policy(scheduler=EXTENSIBLE, entropy={**CALIBRATED, "shadow": True, "eat_probe_interval_tokens": 80})
     made = stream(chosen)
     made.agent.empty_answer = True
     made.open("a")
