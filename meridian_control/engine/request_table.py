@@ -182,6 +182,7 @@ class RequestTable(Columns):
         # Most new requests have none of the following.
         if opened.think_tokens:
             self.think_tokens[slot] = opened.think_tokens
+            self.ended[slot] = opened.phase == OUTPUT
         if opened.output_tokens:
             self.output_tokens[slot] = opened.output_tokens
         if message.preempted:

@@ -345,6 +345,15 @@ def test_what_comes_after_an_end_is_counted() -> None:
     assert made.session.totals.answers["reentry_after_natural"] == 1
 
 
+def test_an_answer_that_a_new_stream_finds_under_way_counts_after_its_end() -> None:
+    limited = policy(scheduler={"max_think_tokens": 6, "min_think_tokens": 0}, entropy={"enabled": False})
+    made = play(
+        stream(limited), opens("forced", 50, 20), opens("natural", 3, 20), opens("none", 0, 20, prompt=[TEXT]), 10
+    )
+    made = play(reconnected(made, limited), 30)
+    assert made.session.totals.answers == {"answered_after_forced": 1, "answered_after_natural": 1}
+
+
 def test_long_answers_are_counted_once_it_is_known_what_is_usual() -> None:
     made = stream(policy(scheduler={"max_think_tokens": 6, "min_think_tokens": 0}))
     made.open("too-early", answer=50)
