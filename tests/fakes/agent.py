@@ -52,7 +52,8 @@ class Told:
     may_have_cap: bool = False
     rank: int | None = None
     tier: tuple[int, bool] | None = None
-    forced: bool = False
+    # Decision of the forced end that is not in shadow, 0 for none.
+    forced: int = 0
     shadowed: set[int] = field(default_factory=set)
     probe: int = 0
     # URL of the engine that the request is to be handed over to; empty if it is to stay.
@@ -83,7 +84,7 @@ class StreamChecker:
         if message.HasField("settings_status") and not message.settings_status.error:
             self.acked = self.anew = True
             for told in self.told.values():
-                told.forced = False
+                told.forced = 0
                 told.shadowed.clear()
         opened_before = self.acked_unreported
         self.acked_unreported = message.HasField("settings_status") or (opened_before and not message.step.steps)
@@ -96,6 +97,8 @@ class StreamChecker:
         for outcome in message.step.outcomes:
             for told in self.told.values():
                 told.probe = 0 if told.probe == outcome.decision_id else told.probe
+                if outcome.outcome == agent_pb2.OUTCOME_AGENT_OFF and told.forced == outcome.decision_id:
+                    told.forced = 0
         for closed in message.step.closed:
             self.told.pop(closed.slot, None)
 
@@ -133,7 +136,7 @@ class StreamChecker:
             if force.shadow:
                 told.shadowed.add(force.reason)
             else:
-                told.forced = True
+                told.forced = force.decision_id
         for tier in directives.tiers:
             now_tier = (tier.tier, tier.shadow)
             assert self.anew or self.told[tier.slot].tier != now_tier, f"tier of slot {tier.slot} told twice"

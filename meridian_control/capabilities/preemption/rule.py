@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 NO_PLACE, NO_KV_BLOCKS = "no_place", "no_kv_blocks"
 
 
-def victims(groups: Iterable[tuple[Policy, Among]], table: RequestTable) -> NDArray[np.intp]:
+def victims(
+    groups: Iterable[tuple[Policy, Among]], table: RequestTable, ending: Sequence[int] = ()
+) -> NDArray[np.intp]:
     """Return the slots of the requests that may be preempted, those with the fewest tokens first.
 
     These are requests that think and have thought long enough. Requests that may preempt others themselves are among
     them only if there are no others. groups: each policy that holds for some request, with a mask of these requests.
+    ending: slots of the requests whose forced end is under way.
     """
-    running = table.thinking & ~table.preempted & (table.end_decided == 0)
+    running = table.thinking & ~table.preempted
+    running[list(ending)] = False
     lower, same = np.zeros(len(running), bool), np.zeros(len(running), bool)
     for policy, among in groups:
         own = policy.preemption

@@ -135,7 +135,9 @@ class Preemption(Part):
             if claim is not None and claim.decision.outcome in FINAL:
                 continue
             if victims is None:
-                chosen = rule.victims(turn.groups, self._table).tolist()
+                forces = self._ledger.forces.items()
+                ending = [each for each, force in forces if force.outcome == agent_pb2.OUTCOME_UNSPECIFIED]
+                chosen = rule.victims(turn.groups, self._table, ending).tolist()
                 victims = [each for each in chosen if each not in self._waiting][:MOST_VICTIMS]
             is_open = claim is not None and claim.decision.outcome == agent_pb2.OUTCOME_UNSPECIFIED
             if victims and not (is_open and claim is not None and claim.victims.intersection(victims)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core import directives
 from meridian_control.capabilities.gateway.stream import REFUSED_TOTAL
 from meridian_control.engine.effective_policies import ROOM
 from meridian_control.engine.step_cost import WARM_STEPS
@@ -257,6 +258,21 @@ def test_no_rule_ends_thinking_into_an_empty_answer() -> None:
     assert not made.step(20).forces
     made.agent.empty_answer = False
     assert made.step(4).forces
+
+
+def test_a_forced_end_that_a_lapsed_lease_drops_is_decided_again() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=RULES))
+    made.agent.eat_nats = 2.0
+    made.open("a")
+    made.step(8)
+    made.agent.eat_nats = 0.01
+    while not made.step().forces:
+        pass
+    made.agent.engine.directives.drop(directives.RULES)
+    assert len(made.step(3).forces) == 1
+    made.step(3)
+    assert made.session.totals.ends == {"eat": 1}
+    assert made.session.totals.outcomes["agent_off"] == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- hold

@@ -18,7 +18,6 @@ TABLE: list[tuple[str, list[dict[str, Any]], dict[str, Any], list[int]]] = [
     ("none that has thought little", [thinking(think_tokens=255), thinking(think_tokens=256)], {}, [1]),
     ("none that answers", [LONG, answering(think_tokens=300, output_tokens=1)], {}, [0]),
     ("none that was preempted", [LONG, thinking(think_tokens=300, preempted=True)], {}, [0]),
-    ("none whose end is decided", [LONG, thinking(think_tokens=300, end_decided=2)], {}, [0]),
     ("as the policy says", [thinking(think_tokens=8), thinking(think_tokens=9)], {"preemptible_from_tokens": 9}, [1]),
 ]
 
@@ -26,6 +25,10 @@ TABLE: list[tuple[str, list[dict[str, Any]], dict[str, Any], list[int]]] = [
 @pytest.mark.parametrize(("rows", "own", "slots"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_victims(rows: list[dict[str, Any]], own: dict[str, Any], slots: list[int]) -> None:
     assert victims([(policy(preemption=own), None)], table(*rows)).tolist() == slots
+
+
+def test_none_whose_end_is_under_way() -> None:
+    assert victims([(policy(), None)], table(LONG, LONG, LONG), ending=[1]).tolist() == [0, 2]
 
 
 def test_those_that_may_preempt_are_preempted_last() -> None:

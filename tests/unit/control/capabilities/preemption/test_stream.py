@@ -112,6 +112,18 @@ def test_why_a_request_may_preempt_and_when_it_is_found() -> None:
     assert cannot.said_preempts(opened=[cannot.waiter()]) == []
 
 
+def test_a_request_whose_end_is_under_way_may_not_be_preempted_until_the_engine_drops_the_end() -> None:
+    made = Made(capabilities=agent_pb2.Capabilities(preempt=True, force_end=True))
+    assert made.session.on_end_thinking("a0", "", made.now)
+    (preempt,) = made.said_preempts(opened=[made.waiter()])
+    assert preempt.victims == [1]
+    (force,) = (one for one in made.session.open_decisions.values() if one.kind == "force")
+    # The end cannot be written, and the request thinks on.
+    made.said_preempts(outcomes=outcome(force.decision_id, agent_pb2.OUTCOME_REFUSED))
+    (again,) = made.said_preempts(preempted=[1])
+    assert again.victims == [0]
+
+
 def test_another_policy_takes_back_what_is_in_force() -> None:
     made = Made()
     (first,) = made.said_preempts(opened=[made.waiter()])
