@@ -92,7 +92,8 @@ class SchedulerPolicy(Section):
     empty_answer_extension_tokens: Count = field(
         0,
         description="Thinking tokens added once to the cap of a request whose answer would be empty if thinking ended; "
-        "no rule ends the request's thinking while its answer would be empty. 0 switches the extension off.",
+        "no rule but that on loops, which come to no answer, ends the request's thinking while its answer would be "
+        "empty. 0 switches the extension off.",
         advice="Set it to a few hundred if capped requests return empty answers.",
     )
     answer_reserve_tokens: Count = field(

@@ -701,8 +701,9 @@ class SchedulerPolicy(_message.Message):
     soft_close_rank: _builtins.int
     """Soft close: highest rank of the end marker at which thinking ends."""
     empty_answer_extension_tokens: _builtins.int
-    """Thinking tokens added once to the cap of a request whose answer would be empty if thinking ended; no rule ends the
-    request's thinking while its answer would be empty. 0 switches the extension off.
+    """Thinking tokens added once to the cap of a request whose answer would be empty if thinking ended; no rule but that
+    on loops, which come to no answer, ends the request's thinking while its answer would be empty. 0 switches the
+    extension off.
     """
     strategy: _builtins.str
     """The most urgent requests: answering ones (output_first), those nearest to missing their budget (deadline), or

@@ -260,6 +260,16 @@ def test_no_rule_ends_thinking_into_an_empty_answer() -> None:
     assert made.step(4).forces
 
 
+def test_a_loop_ends_thinking_although_the_answer_would_be_empty() -> None:
+    """Thinking that repeats itself comes to no answer, however long it goes on."""
+    made = stream(policy(scheduler={**EARLY, "empty_answer_extension_tokens": 30}, loop={"shadow": False}))
+    made.agent.empty_answer = True
+    made.open("a")
+    made.step(40)
+    made.agent.engine.tracker.record.loops.append((0, 4, 400))
+    assert [force.reason for force in made.step().forces] == [agent_pb2.FORCE_REASON_LOOP]
+
+
 def test_a_forced_end_that_a_lapsed_lease_drops_is_decided_again() -> None:
     made = stream(policy(scheduler=EARLY, entropy=RULES))
     made.agent.eat_nats = 2.0
