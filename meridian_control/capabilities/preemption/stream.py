@@ -57,6 +57,8 @@ class Preemption(Part):
         self._waiting: dict[int, None] = {}
         # The newest decision by the slot of its request.
         self._claims: dict[int, _Claim] = {}
+        # The decisions that the agent may still carry out or has just carried out, by id.
+        self._sent: dict[int, Decision] = {}
         self._running, self._kv_used = 0, 0.0
         self._revises = False
 
@@ -104,19 +106,22 @@ class Preemption(Part):
         if len({len(column) for column in (columns.decision_id, columns.slot, columns.recompute_tokens)}) != 1:
             raise BadReport("preemption columns must have one length")
         table, journal = self._table, self._stream.journal
-        by_id = {claim.decision.decision_id: slot for slot, claim in self._claims.items()}
         for decision_id, slot, tokens in zip(columns.decision_id, columns.slot, columns.recompute_tokens, strict=True):
-            if (waiting := by_id.get(decision_id)) is None or not table.holds(slot):
+            if (decision := self._sent.get(decision_id)) is None or not table.holds(slot):
                 continue
             self._stream.count(PREEMPTED_FOR_TOTAL)
-            info = table.info[waiting]
-            if journal is not None and info is not None:
+            if journal is not None and decision.slot is not None and self._ledger.concerns(decision):
+                info = table.info[decision.slot]
+                assert info is not None
                 counts = int(table.think_tokens[slot]), int(table.output_tokens[slot])
                 change = RequestChange("preempted_for", 0, step, slot, int(table.phase[slot]), *counts)
                 journal.happened(change, preempted_for(info, tokens))
 
     def decide(self, turn: Turn) -> Sliced[None] | None:
         revises, self._revises = self._revises, False
+        if self._sent:
+            under_way = agent_pb2.OUTCOME_UNSPECIFIED
+            self._sent = {number: sent for number, sent in self._sent.items() if sent.outcome == under_way}
         if self._claims:
             concerns = self._ledger.concerns
             self._claims = {slot: claim for slot, claim in self._claims.items() if concerns(claim.decision)}
@@ -155,7 +160,7 @@ class Preemption(Part):
         max_running = min(filter(None, (limit, self._stream.hello.max_num_seqs)), default=0)
         reason = rule.waits_for(self._running, max_running)
         decision_id = self._ledger.make("preempt", reason, slot, own.shadow)
-        decision = self._ledger.open[decision_id]
+        self._sent[decision_id] = decision = self._ledger.open[decision_id]
         decision.own_detail = ClaimDetail(reason, self._running, max_running, self._kv_used, len(victims))
         self._claims[slot] = _Claim(decision, frozenset(victims))
         turn.out.preempts.add(

@@ -157,6 +157,19 @@ def test_a_request_that_vllm_preempts_again_waits_again() -> None:
     assert made.said_preempts(preempted=[2], preemptions=columns) == []
 
 
+def test_a_preemption_counts_although_its_decision_has_just_been_superseded() -> None:
+    made = Made()
+    (first,) = made.said_preempts(opened=[made.waiter()])
+    (second,) = made.said_preempts(preempted=[0, 1], opened=[made.thinker(3, 500)])
+    columns = agent_pb2.PreemptionColumns(decision_id=[first.decision_id], slot=[3], recompute_tokens=[1])
+    superseded = outcome(first.decision_id, agent_pb2.OUTCOME_SUPERSEDED)
+    for _ in range(2):
+        made.said_preempts(preemptions=columns, outcomes=superseded)
+        superseded = []
+    assert second.slot == first.slot
+    assert made.session.totals.counted[PREEMPTED_FOR_TOTAL, ()] == 1, "no later report can tell of it"
+
+
 def test_both_lives_tell_of_a_preemption() -> None:
     made = Made()
     (preempt,) = made.said_preempts(opened=[made.waiter(slo_class="gold")], kv_used=0.5)
