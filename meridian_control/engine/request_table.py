@@ -196,6 +196,8 @@ class RequestTable(Columns):
         if message.forced:
             self.end_decided[slot] = agent_pb2.FORCE_REASON_HARD_CAP
             self.ended[slot] = self.forced[slot] = True
+        if opened.ending:
+            self.end_decided[slot] = opened.ending
         if (before := self.info[slot]) is not None:
             self.text_bytes -= before.held_bytes
         self.text_bytes += opened.held_bytes
@@ -417,5 +419,9 @@ class RequestTable(Columns):
         self.end_decided[slot] = self.end_decided[slot] or reason
 
     def forget_ends(self) -> None:
-        """Forget the rules that ended thinking or fired in shadow, so that all rules are asked again."""
+        """Forget the rules that ended thinking or fired in shadow, so that all rules are asked again, but for the ends
+        that a snapshot has listed under way."""
         self.end_decided[:] = self.shadow_decided[:] = 0
+        for slot, info in self.requests():
+            if info.ending and not self.ended[slot]:
+                self.restore_end(slot, info.ending)

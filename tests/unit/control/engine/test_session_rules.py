@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from meridian_control.capabilities.gateway.stream import REFUSED_TOTAL
 from meridian_control.engine.effective_policies import ROOM
 from meridian_control.engine.step_cost import WARM_STEPS
 from tests.fakes.agent import Script
+from tests.fakes.engine import TEXT
 from tests.fakes.tables import policy
 from tests.unit.sessions import (
     CALIBRATED,
@@ -268,6 +270,28 @@ def test_a_loop_ends_thinking_although_the_answer_would_be_empty() -> None:
     made.step(40)
     made.agent.engine.tracker.record.loops.append((0, 4, 400))
     assert [force.reason for force in made.step().forces] == [agent_pb2.FORCE_REASON_LOOP]
+
+
+@pytest.mark.parametrize("policy_first", [True, False])
+@pytest.mark.parametrize("eat_nats", [0.01, 2.0])
+def test_a_forced_end_that_a_new_stream_finds_under_way_counts_for_its_rule(
+    eat_nats: float, *, policy_first: bool
+) -> None:
+    rules = policy(scheduler=EARLY, entropy=RULES)
+    made = stream(rules)
+    tracker = made.agent.engine.tracker
+    tracker.markers = replace(tracker.markers, closing=(TEXT,) * 4)
+    made.open("a", answer=3)
+    while not made.step().forces:
+        pass
+    made.step(2)
+    made.agent.eat_nats = eat_nats
+    made = reconnected(made, rules)
+    if policy_first:
+        made.agent.say(snapshot=made.agent.snapshot())
+    made.step(10)
+    assert made.session.totals.ends == {"eat": 1}
+    assert made.session.totals.decisions["force/eat"] == 0, "the rule is not asked again"
 
 
 def test_a_forced_end_that_a_lapsed_lease_drops_is_decided_again() -> None:
