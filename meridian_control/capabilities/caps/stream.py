@@ -36,10 +36,11 @@ class Caps(Part):
     def revise(self) -> None:
         self._revises = self._may_limit = True
 
+    def shortened(self) -> None:
+        self._revises = True
+
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
         self._may_limit = True
-
-    shortened = revise
 
     def ends(self, turn: Turn) -> Sliced[None] | None:
         table, extend = self._table, self._table.cap_probed
@@ -61,7 +62,7 @@ class Caps(Part):
                 yield
             if table.max_think_tokens[slot] == UNTOLD:
                 self._take_over(policy, slot)
-            cap, why = self._cap(policy, slot)
+            cap, why = self._cap(policy, slot, bool(table.extended[slot]))
             info = table.info[slot]
             reserve = effects.answer_reserve(self._policies.of(slot), info) if info and cap != NO_CAP else 0
             limits = cap, policy.scheduler.shadow, reserve
@@ -70,21 +71,22 @@ class Caps(Part):
 
     def _take_over(self, policy: Policy, slot: int) -> None:
         """Note whether the cap that the agent has from before a snapshot has been extended for an empty answer."""
-        info, table = self._table.info[slot], self._table
+        table, info = self._table, self._table.info[slot]
         if info is None or info.decided_max_think_tokens is None:
             return
-        cap, _ = self._cap(policy, slot)
-        table.put(slot, extended=True)
-        extended = cap != info.decided_max_think_tokens == self._cap(policy, slot)[0]
+        plain, longer = (self._cap(policy, slot, extended)[0] for extended in (False, True))
+        extended = plain != info.decided_max_think_tokens == longer
         table.put(slot, extended=extended, cap_probed=extended)
 
-    def _cap(self, policy: Policy, slot: int) -> tuple[int, str]:
-        """Return a request's cap, and its reason: the section of the entry that lowers it, or `hard_cap`."""
+    def _cap(self, policy: Policy, slot: int, extended: bool) -> tuple[int, str]:
+        """Return a request's cap, and its reason: the section of the entry that lowers it, or `hard_cap`.
+
+        extended: whether the cap is extended for an empty answer.
+        """
         info = self._table.info[slot]
         assert info is not None
         if not policy.scheduler.enabled:
             return NO_CAP, "hard_cap"
-        extended = bool(self._table.extended[slot])
         if self._table.control[slot]:
             return effects.cap(self._policies.held(slot).capping.scheduler, info, extended), "hard_cap"
         own = self._policies.of(slot).scheduler
