@@ -80,8 +80,9 @@ class Inbox:
 
     def put(self, directives: agent_pb2.Directives) -> None:
         """Add a message, in parts if it is large. A message without a decision is only noted as answered, unless
-        another message waits before it."""
-        if self.messages or len(directives.ListFields()) > (directives.step > 0):
+        another message waits before it. An idle engine leaves the mark of a new stream where it is, for hours."""
+        waiting = len(self.messages) - self.new_stream_waits()
+        if waiting > 0 or len(directives.ListFields()) > (directives.step > 0):
             parts = [*parts_of(directives, PART_DECISIONS)]
             self._in += sum(map(decisions_in, parts))
             # All parts at once, because `is_over` looks for the next one.
