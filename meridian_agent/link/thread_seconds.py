@@ -24,6 +24,8 @@ class ThreadSeconds:
 
     def watch(self, threads: Iterable[threading.Thread]) -> None:
         """Count these threads from now on. Without a kernel that counts, they count as 0."""
+        # While the control plane is away nobody asks for the total, and each attempt to connect has threads of its own.
+        self.total()
         for thread in threads:
             try:
                 file = os.open(f"/proc/self/task/{thread.native_id}/schedstat", os.O_RDONLY)

@@ -37,3 +37,16 @@ def test_a_thread_counts_while_it_runs_and_after_its_end() -> None:
     assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
     seconds.watch([thread])
     assert seconds.total() >= counted
+
+
+def test_threads_that_have_ended_leave_no_file_open() -> None:
+    """While the control plane is away, threads are watched at each attempt, and the total is asked for by nobody."""
+    seconds, before = ThreadSeconds(), sum(1 for _ in Path("/proc/self/fd").iterdir())
+    for _ in range(5):
+        thread = threading.Thread(target=time.sleep, args=(0.01,))
+        thread.start()
+        seconds.watch([thread])
+        thread.join()
+        while Path(f"/proc/self/task/{thread.native_id}").exists():
+            time.sleep(0.001)
+    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) <= before + 1
