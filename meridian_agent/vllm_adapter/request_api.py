@@ -136,8 +136,7 @@ def waits_for_input(request: Request) -> bool:
 def stopped_after(request: Request, tokens: Container[int]) -> bool:
     """Whether a request has ended because it generated one of these tokens. Engines that only encode images stop their
     requests without a token."""
-    newest = request.output_token_ids[-1:]
-    return str(request.status.name) == "FINISHED_STOPPED" and bool(newest) and newest[0] in tokens
+    return str(request.status.name) == "FINISHED_STOPPED" and any(t in tokens for t in request.output_token_ids[-1:])
 
 
 @contextlib.contextmanager
