@@ -372,7 +372,9 @@ class Agent:
         self.queues.preempting(request)
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTED)
-    def preempted(self, scheduler: Scheduler, request: Request) -> None:
+    def preempted(self, scheduler: Scheduler, request: Request, inside: bool) -> None:
+        """Note a preemption. inside: whether a step preempts, for want of room; between steps vLLM preempts all requests
+        to reset its prefix cache, which loses the blocks in any case."""
         self.calm.end()
         live = self.tracker.by_id.get(request.request_id)
         if live is None:
@@ -380,6 +382,8 @@ class Agent:
         self.tracker.preempt(live)
         if request_api.loses_tokens(request):
             live.expected = {}
+        if not inside:
+            return
         if live.phase is Phase.OUTPUT:
             self.output_critical += 1
             logger.warning("meridian: an answering request was preempted (%d so far)", self.output_critical)

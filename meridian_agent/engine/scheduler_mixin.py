@@ -206,7 +206,7 @@ class GovernedScheduler(Scheduler):
         result = super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         if self._agent is not None:
             with self._between_steps:
-                self._guard.run(self._agent.preempted, self, request)
+                self._guard.run(self._agent.preempted, self, request, self._inside)
         return result
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:

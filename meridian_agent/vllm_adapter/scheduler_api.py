@@ -19,8 +19,15 @@ def ungovernable(scheduler: Scheduler) -> str:
     """Return why the agent must stay out of this engine; empty if it need not."""
     # A step of a diffusion model computes a canvas of tokens several times. So a row of a step belongs to no token that
     # the agent could force, and the placeholders for unknown drafts are the canvas itself.
-    is_diffusion = getattr(scheduler.vllm_config.model_config, "is_diffusion", False)
-    return "the model is a diffusion model" if is_diffusion else ""
+    if getattr(scheduler.vllm_config.model_config, "is_diffusion", False):
+        return "the model is a diffusion model"
+    # Each of the processes that compute one model has a scheduler, and all must decide the same without a word. vLLM
+    # counts the data-parallel engines among the ranks then.
+    parallel = scheduler.vllm_config.parallel_config
+    is_launched = parallel.distributed_executor_backend == "external_launcher"
+    if is_launched and parallel.world_size > parallel.data_parallel_size:
+        return "each rank of the model has a scheduler of its own (external_launcher)"
+    return ""
 
 
 def captures_outputs(scheduler: Scheduler) -> bool:

@@ -124,6 +124,21 @@ def test_a_hold_on_admission_keeps_nobody_out_unless_a_preempted_answer_waits(
     assert len(engine.finished) == 5
 
 
+def test_a_reset_of_the_prefix_cache_is_no_sign_of_short_memory(
+    made: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM preempts all running requests for it."""
+    engine = made(Shape(blocks=200, places=8, batch_tokens=128))
+    answer(engine, "answer")
+    add(engine, "thinks", [TEXT[0], START], THINKS)
+    step(engine, 4)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    step(engine, 200)
+    assert set(engine.finished) == {"answer", "thinks"}
+    assert (engine.agent.preempted_think, engine.agent.output_critical) == (0, 0)
+    assert "was preempted" not in caplog.text
+
+
 def test_preempted_answers_wait_before_thinking_that_was_preempted_between_them(made: Callable[..., Engine]) -> None:
     engine = made(Shape(blocks=200, places=8, batch_tokens=128))
     for name in ("first", "second"):
@@ -242,6 +257,18 @@ def test_workers_that_capture_outputs_compute_no_probe(
     engine = made(Shape(), aux_output_config={"enable_return_routed_experts": captures})
     assert engine.agent.facts.no_probes == (CAPTURE if captures else "")
     assert (f"no EAT probes: {CAPTURE}" in caplog.text) == captures
+
+
+@pytest.mark.parametrize(("ranks", "data_parallel", "governed"), [(2, 1, False), (4, 2, False), (2, 2, True)])
+def test_ranks_that_must_decide_the_same_run_as_stock(
+    made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, ranks: int, data_parallel: int, governed: bool
+) -> None:
+    """torchrun starts a scheduler for each rank of a model; a decision would reach one of them a step earlier."""
+    told: list[str] = []
+    monkeypatch.setattr(scheduler_mixin, "say_absent", lambda reason, _: told.append(reason))
+    sizes = {"world_size": ranks, "data_parallel_size": data_parallel}
+    engine = made(Shape(), parallel_config={"distributed_executor_backend": "external_launcher", **sizes})
+    assert (engine.agent is not None, bool(told)) == (governed, not governed)
 
 
 def test_an_engine_with_a_diffusion_model_runs_as_stock(
