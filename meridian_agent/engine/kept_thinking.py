@@ -85,7 +85,7 @@ class KeptThinking:
     def ended(self, scheduler: Scheduler, request: Request) -> None:
         """Note a request that ends; without kept thinking of its own it may repeat that of earlier turns."""
         if request.request_id in self._repeating:
-            self.keep(scheduler, request, 0)
+            self.keep(scheduler, request, len(request.block_hashes))
 
     def _expire(self, scheduler: Scheduler) -> None:
         now_s, pool = self._clock(), scheduler.kv_cache_manager.block_pool

@@ -152,6 +152,19 @@ def test_the_time_changes_while_blocks_wait() -> None:
     assert engine.arrives("other", 50) == [4]
 
 
+def test_a_turn_whose_repeated_thinking_has_been_forgotten_leaves_its_prompt_alone() -> None:
+    """Blocks 1 and 2 are a prompt that other conversations share."""
+    engine = Engine()
+    engine.ends("a", 1, 2, 3, 4, first=2)
+    engine.arrives("b", 1, 2, 3, 4, 5)
+    for n in range(MAX_KEPT):
+        engine.held["r"] = []
+        engine.kept.keep(engine.scheduler, SimpleNamespace(request_id="r", block_hashes=[f"h{n}"]), 0)
+    engine.ends("b", 1, 2, 3, 4, 5)
+    engine.now_s = 30
+    assert engine.arrives("c", 50) == []
+
+
 def test_conversations_are_not_remembered_without_end() -> None:
     engine = Engine()
     for n in range(MAX_KEPT + 1):
