@@ -52,17 +52,21 @@ def test_the_sample_in_shadow_is_recorded_as_the_engine_measures_it(
     # An idle engine takes a new share of measured requests over with its next step.
     chat(llm, CASES[:1], SamplingParams(max_tokens=1))
     control.settled()
-    with records(agent) as seen:
-        # vLLM adds random letters to ids, so of few requests all might be in the sample, or none.
-        tokens = paced(llm, [*CASES, *CASES], GREEDY, settled)
-    assert tokens == [*free, *free], "self-calibration in shadow changes no token"
-    measured = probes(seen)
-    assert 0 < len(measured) < len(tokens), "the sample is measured, and nobody else"
-    control.settled()
-    natural = {name: tokens[int(name.split("-")[1])].index(end) for name in measured}
-    # This small engine refuses probes for want of room, and a request without a probe near its end tells nothing.
-    near = {name: MISSING_GAPS * gap_tokens(natural[name], MAX_GAP_TOKENS) for name in measured}
-    expected = [name for name in measured if natural[name] - measured[name][-1].think_tokens <= near[name]]
+    # Of few measured requests none may have a probe near its end, because this small engine refuses probes for want of
+    # room; such requests tell nothing, and others are asked for.
+    for _ in range(5):
+        with records(agent) as seen:
+            # vLLM adds random letters to ids, so of few requests all might be in the sample, or none.
+            tokens = paced(llm, [*CASES, *CASES], GREEDY, settled)
+        assert tokens == [*free, *free], "self-calibration in shadow changes no token"
+        measured = probes(seen)
+        assert len(measured) < len(tokens), "the sample is measured, and nobody else"
+        control.settled()
+        natural = {name: tokens[int(name.split("-")[1])].index(end) for name in measured}
+        near = {name: MISSING_GAPS * gap_tokens(natural[name], MAX_GAP_TOKENS) for name in measured}
+        expected = [name for name in measured if natural[name] - measured[name][-1].think_tokens <= near[name]]
+        if expected:
+            break
     assert expected
     wait_for(lambda: len(stored(control.folder)) >= len(expected), RPC_S, "the episodes")
     kept = stored(control.folder)
