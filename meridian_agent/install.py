@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.meridian")
 
 _INSTALLED = "_meridian_installed"
+
+
+def reach_ray() -> None:
+    """Let vLLM hand the agent's variables to the actors that it starts on a Ray cluster, where they are not set. The
+    variable in which vLLM takes further prefixes would change the keys of its compilation cache."""
+    from vllm.ray.ray_env import DEFAULT_ENV_VAR_PREFIXES
+
+    DEFAULT_ENV_VAR_PREFIXES.add("MERIDIAN_")
+
+
 # Parts of the agent in vLLM's front ends, each with what is lost without it; the engine needs none of them.
 OPTIONAL = (
     ("efforts that clients name in vLLM's APIs", client_effort.install),
@@ -42,6 +52,7 @@ OPTIONAL = (
     ("phases in vLLM's own metrics", server_metrics.install),
     ("the difference between a stop string and a client that has gone", front_end_aborts.install),
     ("stop strings that sleep while the model thinks", stop_strings.install),
+    ("workers and engines that vLLM starts on Ray", reach_ray),
 )
 
 

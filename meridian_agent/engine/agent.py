@@ -373,8 +373,8 @@ class Agent:
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTED)
     def preempted(self, scheduler: Scheduler, request: Request, inside: bool) -> None:
-        """Note a preemption. inside: whether a step preempts, for want of room; between steps vLLM preempts all requests
-        to reset its prefix cache, which loses the blocks in any case."""
+        """Note a preemption. inside: whether a step preempts, for want of room; between steps vLLM preempts all
+        requests to reset its prefix cache, which loses the blocks in any case."""
         self.calm.end()
         live = self.tracker.by_id.get(request.request_id)
         if live is None:

@@ -47,6 +47,8 @@ logger = logging.getLogger("vllm.meridian")
 
 # The engine counts as idle between two updates that are further apart than this many seconds.
 MAX_STEP_S = 1.0
+# More steps than vLLM ever has under way: one more than the pipeline has stages.
+MAX_STEPS = 64
 
 # The meridian.v1.FinishReason for each finish reason of vLLM, and for a client that has gone.
 FINISH_REASON = {
@@ -87,7 +89,7 @@ class StepAccounting:
         # Streaming sessions that have answered an input in the step whose outputs vLLM is processing.
         self._answered_input: list[Request] = []
         # Prompt tokens of scheduled steps without output so far, oldest first.
-        self.prefills: deque[int] = deque(maxlen=8)
+        self.prefills: deque[int] = deque(maxlen=MAX_STEPS)
         # Whether the log has already told of an answer with an end marker.
         self._told_of_stray_end = self._told_of_refused_end = False
 
