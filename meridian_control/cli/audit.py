@@ -44,7 +44,6 @@ def audit(
 ) -> None:
     """List the calls that changed something and the calls that were refused, newest first."""
     request = audit_pb2.ListAuditRequest(
-        page_size=min(limit, 1000),
         principal=principal,
         method=method,
         outcome=outcome,

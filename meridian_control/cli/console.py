@@ -41,6 +41,7 @@ from meridian_control.common.client_credentials import VARIABLES, ClientCredenti
 from meridian_control.common.environment import BadVariable, read
 from meridian_control.common.errors import PolicyError
 from meridian_control.common.look import time_text
+from meridian_control.common.paging import MAX_PAGE_SIZE
 from meridian_control.common.plain_text import UNPRINTABLE, printable, printable_document
 from meridian_control.offline.trace_file import FileError
 
@@ -287,7 +288,10 @@ def unreachable_lines(replicas: Iterable[str]) -> list[str]:
     return [f"replicas that did not answer, so that their data is missing: {names}"] if names else []
 
 
-def pages(call: Any, request: Any) -> Iterator[Any]:
+def pages(call: Any, request: Any, limit: int = MAX_PAGE_SIZE) -> Iterator[Any]:
+    """Yield the pages of a list method, as large as possible: the server looks at the whole list for each page. limit:
+    number of entries that are wanted."""
+    request.page_size = min(limit, MAX_PAGE_SIZE)
     while True:
         page = call(request, timeout=CALL_TIMEOUT_S)
         yield page
@@ -299,7 +303,7 @@ def pages(call: Any, request: Any) -> Iterator[Any]:
 def first(limit: int, call: Any, request: Any, field: str) -> list[Any]:
     """Return at most `limit` entries of a list method, read page by page from the field `field` of its responses."""
     entries: list[Any] = []
-    for page in pages(call, request):
+    for page in pages(call, request, limit):
         entries += getattr(page, field)
         if len(entries) >= limit:
             break

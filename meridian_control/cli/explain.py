@@ -104,13 +104,11 @@ def decisions(
     """
     if kind and kind not in KINDS:
         fail(INVALID, f"--kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    asked = fleet_pb2.ListDecisionsRequest(
-        engine_id=engine, request_id=request, kind=kind, reason=reason, page_size=min(limit, 1000)
-    )
+    asked = fleet_pb2.ListDecisionsRequest(engine_id=engine, request_id=request, kind=kind, reason=reason)
     logged: list[fleet_pb2.LoggedDecision] = []
     unreachable: set[str] = set()
     with connect(context) as client:
-        for page in pages(client.fleet.ListDecisions, asked):
+        for page in pages(client.fleet.ListDecisions, asked, limit):
             logged += page.decisions
             unreachable |= set(page.unreachable_replicas)
             if len(logged) >= limit or (since and logged and logged[-1].time.ToDatetime(UTC) < since):

@@ -199,8 +199,7 @@ def policy_history(
 ) -> None:
     """List the policy revisions, newest first."""
     with connect(context) as client:
-        request = policy_pb2.ListRevisionsRequest(page_size=min(limit, 1000))
-        revisions = first(limit, client.policy.ListRevisions, request, "revisions")
+        revisions = first(limit, client.policy.ListRevisions, policy_pb2.ListRevisionsRequest(), "revisions")
     rows = [(r.revision, stamp_text(r.create_time), r.author, r.reason, r.etag) for r in revisions]
     shown = _rows(("revision", "time", "author", "reason", "etag"), rows)
     show(revisions, output, shown, "no policy is stored yet")

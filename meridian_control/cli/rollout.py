@@ -131,8 +131,7 @@ def rollout_list(
 ) -> None:
     """List the rollouts, newest first."""
     with connect(context) as client:
-        request = rollout_pb2.ListRolloutsRequest(page_size=min(limit, 1000))
-        rollouts = first(limit, client.rollout.ListRollouts, request, "rollouts")
+        rollouts = first(limit, client.rollout.ListRollouts, rollout_pb2.ListRolloutsRequest(), "rollouts")
     shown = new_table("rollout", "state", "step", "candidate", "started", "author", "reason")
     for r in rollouts:
         started = stamp_text(r.create_time)

@@ -79,7 +79,7 @@ def _ask(context: typer.Context, client: Client) -> tuple[Facts, list[str]]:
     # The command line, the environment or a context may name the address.
     server, _ = context.obj.resolve()
     engines, unreachable = all_engines(client)
-    newest = first(1, client.rollout.ListRollouts, rollout_pb2.ListRolloutsRequest(page_size=1), "rollouts")
+    newest = first(1, client.rollout.ListRollouts, rollout_pb2.ListRolloutsRequest(), "rollouts")
     savings = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)
     facts = Facts(
         server,

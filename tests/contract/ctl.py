@@ -34,6 +34,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.engines: list[fleet_pb2.Engine] = []
         self.requests: list[fleet_pb2.LiveRequest] = []
         self.unreachable: list[str] = []
+        self.page_sizes: set[int] = set()
         self.savings = fleet_pb2.GetSavingsResponse()
         self.budgets = fleet_pb2.ListBudgetsResponse()
         self.self_calibrations = fleet_pb2.ListSelfCalibrationsResponse()
@@ -45,15 +46,20 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.end = fleet_pb2.EndThinkingResponse()
         self.records_end: grpc.StatusCode | None = None
 
+    def _page(self, entries: list[Any], request: Any) -> tuple[list[Any], str]:
+        self.page_sizes.add(request.page_size)
+        index = int(request.page_token or 0)
+        return entries[index : index + 1], str(index + 1) if index + 1 < len(entries) else ""
+
     async def ListEngines(self, request: fleet_pb2.ListEnginesRequest, context: Any) -> fleet_pb2.ListEnginesResponse:  # noqa: N802
-        page, token = one_page(self.engines, request.page_token)
+        page, token = self._page(self.engines, request)
         return fleet_pb2.ListEnginesResponse(engines=page, next_page_token=token, unreachable_replicas=self.unreachable)
 
     async def ListRequests(  # noqa: N802
         self, request: fleet_pb2.ListRequestsRequest, context: Any
     ) -> fleet_pb2.ListRequestsResponse:
         found = [live for live in self.requests if request.engine_id in ("", live.engine_id)]
-        page, token = one_page(found, request.page_token)
+        page, token = self._page(found, request)
         return fleet_pb2.ListRequestsResponse(
             requests=page, next_page_token=token, unreachable_replicas=self.unreachable
         )
@@ -99,11 +105,6 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         if self.records_end is not None:
             await context.abort(self.records_end, "the end")
         await asyncio.Event().wait()
-
-
-def one_page(entries: list[Any], token: str) -> tuple[list[Any], str]:
-    index = int(token or 0)
-    return entries[index : index + 1], str(index + 1) if index + 1 < len(entries) else ""
 
 
 class Served(Protocol):

@@ -25,6 +25,7 @@ async def test_engines(control: Control) -> None:
     control.fleet.engines = [engine("a[b]", 1, kv_used=0.25), engine("b", 0, nack_error="no", fault="tripped")]
     listed = json.loads((await control("engines", "-o", "json")).stdout)
     assert [(e["engine_id"], e["acked_revision"], e["kv_used"]) for e in listed] == [("a[b]", 1, 0.25), ("b", 0, 0)]
+    assert control.fleet.page_sizes == {1000}
     first, second, reason = (await control("engines")).stdout.splitlines()[1:]
     assert reason.startswith("b refused revision ")
     assert reason.endswith(": no")
@@ -73,6 +74,7 @@ async def test_requests(control: Control) -> None:
     assert [(r["request_id"], r["entropy_nats"]) for r in listed] == [("r1", None), ("r2", 0.0)]
     only = json.loads((await control("requests", "--engine", "b", "-o", "json")).stdout)
     assert [r["request_id"] for r in only] == ["r2"]
+    assert control.fleet.page_sizes == {1000}, "the server looks at the whole fleet for each page"
     first, second = (await control("requests")).stdout.splitlines()[1:]
     assert first.split() == ["a", "r1", "thinking", "0", "0", "0", "0", "0"], "entropy is not known"
     assert second.strip().endswith("end of thinking: EAT is low and has settled (applied)")
