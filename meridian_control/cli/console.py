@@ -393,7 +393,7 @@ def one_id(text: str | int) -> int:
 
 def not_empty(context: typer.Context, option: typer.CallbackParam, value: str) -> str:
     """Refuse an empty text on the command line, as of a variable that is not set, for an option whose absence stands
-    for everything. Raises typer.BadParameter."""
+    for everything, or for what the environment or the context says. Raises typer.BadParameter."""
     source = context.get_parameter_source(option.name or "")
     if value == "" and source is not None and source.name == "COMMANDLINE":
         raise typer.BadParameter("must not be empty; leave the option out instead")

@@ -114,6 +114,10 @@ def _version(is_asked: bool) -> None:
         raise typer.Exit
 
 
+def _credential(name: str, help_text: str) -> Any:
+    return typer.Option(envvar=VARIABLES[name], help=help_text, callback=not_empty)
+
+
 @app.callback()
 def options(
     call: typer.Context,
@@ -127,6 +131,7 @@ def options(
             envvar="MERIDIAN_SERVER",
             help="Address of the control plane, HOST[:PORT].",
             show_default=f"that of the context, else {DEFAULT_SERVER}",
+            callback=not_empty,
         ),
     ] = "",
     context: Annotated[
@@ -136,12 +141,13 @@ def options(
             help="Name of a context in the context file.",
             show_default="the current one",
             autocompletion=context_names,
+            callback=not_empty,
         ),
     ] = "",
-    ca: Annotated[str, typer.Option(envvar=VARIABLES["ca"], help="PEM file of the control plane's CA.")] = "",
-    cert: Annotated[str, typer.Option(envvar=VARIABLES["cert"], help="PEM file of the client certificate.")] = "",
-    key: Annotated[str, typer.Option(envvar=VARIABLES["key"], help="PEM file of the client certificate's key.")] = "",
-    token_file: Annotated[str, typer.Option(envvar=VARIABLES["token_file"], help="File with a bearer token.")] = "",
+    ca: Annotated[str, _credential("ca", "PEM file of the control plane's CA.")] = "",
+    cert: Annotated[str, _credential("cert", "PEM file of the client certificate.")] = "",
+    key: Annotated[str, _credential("key", "PEM file of the client certificate's key.")] = "",
+    token_file: Annotated[str, _credential("token_file", "File with a bearer token.")] = "",
 ) -> None:
     def typed(name: str, value: str) -> str:
         """Return a value of the command line; `Target` itself reads the environment, whose place is behind a context

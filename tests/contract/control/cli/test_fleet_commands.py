@@ -150,6 +150,7 @@ async def test_an_engine_that_is_not_known(control: Control, command: str) -> No
         *(
             (f"{words} ''", "must not be empty; leave the option out instead")
             for words in (
+                *(f"--{option}" for option in ("server", "context", "ca", "cert", "key", "token-file")),
                 *("freeze --for 1m --reason x --model", "end r --engine", "record never.trace --engine"),
                 *("engines --model", "engines --engine", "requests --tenant", "requests --request", "shadow --engine"),
                 *("decisions --engine", "decisions --reason", "audit --principal", "policy explain --engine"),
@@ -159,8 +160,8 @@ async def test_an_engine_that_is_not_known(control: Control, command: str) -> No
     ],
 )
 async def test_a_value_that_would_stand_for_everything_is_refused(control: Control, words: str, complaint: str) -> None:
-    """A variable of a shell that is not set must not freeze or thaw all engines."""
-    refused = await control(*shlex.split(words))
+    """A variable of a shell that is not set must not freeze or thaw all engines, nor those of another control plane."""
+    refused = await control(*shlex.split(words), *(["engines"] if words.startswith("--") else []))
     assert (refused.exit_code, refused.stdout) == (INVALID, "")
     assert complaint in " ".join(refused.stderr.replace("│", " ").split())
 
