@@ -1,18 +1,22 @@
 """Implements `meridianctl status`, which sums up the control plane and its fleet in about ten lines.
 
-The module uses the control plane only through its gRPC API, on one thread with blocking calls.
+The module uses the control plane only through its gRPC API, with blocking calls, and asks what the policy store has on
+several threads, so that a store that does not answer is waited for once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
+import grpc
 import typer
 from meridian.v1 import fleet_pb2, freeze_pb2, policy_pb2, rollout_pb2
 
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
+    UNREACHABLE,
     Client,
     Output,
     OutputOption,
@@ -21,6 +25,7 @@ from meridian_control.cli.console import (
     as_dict,
     connect,
     console,
+    error_lines,
     first,
     new_table,
     show_value,
@@ -44,7 +49,8 @@ SAVINGS = ("since_revision", "saved_ratio", "saved_tokens", "max_loss", "harm_ra
 
 class Facts(NamedTuple):
     """What the control plane says of itself and of its fleet. policy: the revision in force, None before the first.
-    rollout: the newest one, None if there was none. savings: of the rules in force."""
+    rollout: the newest one, None if there was none. savings: of the rules in force. not_known: why the policy store's
+    facts are not known, by their names."""
 
     server: str
     policy: policy_pb2.PolicyRevision | None
@@ -54,6 +60,7 @@ class Facts(NamedTuple):
     savings: fleet_pb2.Savings
     withdrawn_revision: int
     budgets: Sequence[fleet_pb2.Budget]
+    not_known: dict[str, str]
 
 
 def status(context: typer.Context, output: OutputOption = Output.table, watch: WatchOption = False) -> None:
@@ -67,11 +74,13 @@ def _show(context: typer.Context, output: Output) -> None:
     if output.is_table:
         shown = new_table("control plane", facts.server)
         for name, text in _lines(facts):
-            add(shown, name, text)
+            add(shown, name, f"not known: {why}" if (why := facts.not_known.get(name)) else text)
         console().print(shown)
     else:
         show_value(_document(facts), output)
     warn_unreachable(unreachable)
+    if facts.not_known:
+        raise typer.Exit(UNREACHABLE)
 
 
 def _ask(context: typer.Context, client: Client) -> tuple[Facts, list[str]]:
@@ -79,17 +88,35 @@ def _ask(context: typer.Context, client: Client) -> tuple[Facts, list[str]]:
     # The command line, the environment or a context may name the address.
     server, _ = context.obj.resolve()
     engines, unreachable = all_engines(client)
-    newest = first(1, client.rollout.ListRollouts, rollout_pb2.ListRolloutsRequest(), "rollouts")
+    not_known: dict[str, str] = {}
+    asks: dict[str, Callable[[], Any]] = {
+        "policy": partial(policy_in_force, client),
+        "rollout": partial(first, 1, client.rollout.ListRollouts, rollout_pb2.ListRolloutsRequest(), "rollouts"),
+        "freezes": partial(in_force, client),
+    }
+
+    def told(name: str) -> Any:
+        try:
+            return asks[name]()
+        except grpc.RpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise
+            not_known[name] = " ".join(error_lines(error))
+            return None
+
+    with ThreadPoolExecutor() as pool:
+        policy, newest, freezes = pool.map(told, asks)
     savings = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)
     facts = Facts(
         server,
-        policy_in_force(client),
+        policy,
         engines,
         newest[0] if newest else None,
-        in_force(client),
+        freezes or (),
         next((row for row in savings.savings if row.in_force), fleet_pb2.Savings()),
         savings.withdrawn_revision,
         client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S).budgets,
+        not_known,
     )
     return facts, unreachable
 
@@ -126,6 +153,7 @@ def _document(facts: Facts) -> dict[str, Any]:
         "withdrawn_revision": facts.withdrawn_revision,
         "budgets": [as_dict(row) for row in facts.budgets],
         "pressure": _levels(live),
+        "not_known": facts.not_known,
     }
 
 
