@@ -45,7 +45,8 @@ from meridian_control.common.paging import MAX_PAGE_SIZE
 from meridian_control.common.plain_text import UNPRINTABLE, printable, printable_document
 from meridian_control.offline.trace_file import FileError
 
-CALL_TIMEOUT_S = 10.0
+# More than the control plane waits for its database, so that the answer names a database that hangs.
+CALL_TIMEOUT_S = 15.0
 # Seconds between two outputs of a command that watches.
 WATCH_S = 2.0
 # Largest message that the client accepts; one WatchFleet response carries the whole fleet.

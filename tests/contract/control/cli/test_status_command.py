@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
-from meridian_control.cli import status
+from meridian_control.cli import console, status
+from meridian_control.storage import postgres
 from tests.contract.ctl import CONNECTED, UNREACHABLE, FakeFleet, engine
 from tests.contract.ctl import run as run_here
 from tests.processes import MERIDIANCTL, Control, run
@@ -78,6 +79,10 @@ async def test_a_policy_store_that_does_not_answer_hides_only_what_it_has() -> N
     document = json.loads(told.stdout)
     assert document["not_known"] == {"policy": why, "rollout": why, "freezes": why}
     assert (document["policy"], document["requests"]["thinking"]) == (None, 3)
+
+
+def test_a_call_waits_for_the_answer_that_names_a_database_which_hangs() -> None:
+    assert console.CALL_TIMEOUT_S >= postgres.CALL_TIMEOUT_S + 5
 
 
 def of(name: str, **fields: Any) -> fleet_pb2.Engine:
