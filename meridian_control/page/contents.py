@@ -27,7 +27,7 @@ from meridian_control.fleet.turns import in_turns
 from meridian_control.page.words import counts_text, end_row
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 
     from meridian_control.engine.freeze_state import Freeze, Match
     from meridian_control.fleet.part import FleetPart
@@ -42,6 +42,8 @@ T = TypeVar("T")
 ASKED_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_NAMED = 200, 50, 20, 3
 # Seconds for which viewers who do not look at the table get what was collected before.
 KEPT_S = 5.0
+# Seconds for which the page waits for the database before it shows the rest.
+PATIENCE_S = 2.0
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "output": agent_pb2.PHASE_OUTPUT}
 STORED = {"revisions", "rollouts"}
@@ -73,8 +75,14 @@ class Collector:
 
     def __init__(self, whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore) -> None:
         self._whole, self._policies, self._rollouts = whole, policies, rollouts
-        self._parts = Kept(self._ask_parts)
-        self._stored = Kept(self._ask_stored)
+        self._parts = Kept(self._ask_parts, list[Shown]())
+        unknown = "Revisions and rollouts are not known: the policy store has not answered yet."
+        nothing: tuple[list[RevisionHeader], list[Rollout], str] = [], [], unknown
+        self._stored = Kept(self._ask_stored, nothing, PATIENCE_S)
+
+    async def stop(self) -> None:
+        """End the questions that have no answer yet."""
+        await asyncio.gather(self._parts.stop(), self._stored.stop())
 
     async def collect(self, asked: Set[str], now: datetime) -> Contents:
         """Return the contents with the asked tables. Raises MeridianError."""
@@ -140,17 +148,30 @@ class Collector:
 
 
 class Kept(Generic[T]):
-    """An answer that is asked for again once it is too old."""
+    """An answer that is asked for again once it is too old. first: what holds before the first answer. patience_s:
+    seconds for which a new answer is waited for; then the one before holds until the new one has come."""
 
-    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
-        self._ask, self._answer, self._asked_at = ask, list[T](), 0.0
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]], first: T, patience_s: float | None = None) -> None:
+        self._ask, self._answer, self._patience_s = ask, first, patience_s
+        self._asking: asyncio.Task[T] | None = None
+        self._asked_at = -math.inf
 
     async def get(self, age_s: float) -> T:
-        """Return an answer that is at most this old, in seconds."""
-        now = asyncio.get_running_loop().time()
-        if not self._answer or now - self._asked_at >= age_s:
-            self._answer, self._asked_at = [await self._ask()], now
-        return self._answer[0]
+        """Return an answer that is at most this old, in seconds, unless a newer one is still to come."""
+        now, patience_s = asyncio.get_running_loop().time(), 0.0 if self._asking else self._patience_s
+        if self._asking is None and now - self._asked_at >= age_s:
+            self._asking, self._asked_at = asyncio.create_task(self._ask()), now
+        if self._asking is not None:
+            done, _ = await asyncio.wait([self._asking], timeout=patience_s)
+            if done:
+                self._asking = None
+                self._answer = done.pop().result()
+        return self._answer
+
+    async def stop(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
 
 
 async def _nothing() -> list[Any]:

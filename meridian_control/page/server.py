@@ -107,6 +107,7 @@ class StatusPage:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._collector.stop()
         await self._http.stop()
 
     async def _file(self, request: web.Request) -> web.Response:

@@ -137,19 +137,33 @@ async def test_text_of_an_older_agent_is_shown_escaped(tmp_path: Path) -> None:
             assert r"\u202e" in (await missing.json())["error"]
 
 
-async def test_engines_are_shown_while_the_database_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("hangs", "trouble"), [(False, "connection refused"), (True, "has not answered yet")])
+async def test_engines_are_shown_while_the_database_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool, trouble: str
+) -> None:
+    under_way = 0
     async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
         with LinkedEngine([control.target]):
             await until(control.connected)
 
             async def away(*_: object) -> None:
-                raise StoreUnavailable("policy store: connection refused")
+                nonlocal under_way
+                if not hangs:
+                    raise StoreUnavailable("policy store: connection refused")
+                under_way += 1
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    under_way -= 1
 
             monkeypatch.setattr(PolicyStore, "history", away)
-            told = await first_event(session, address, "engines", "revisions")
+            async with asyncio.timeout(8):
+                told = await first_event(session, address, "engines", "revisions")
         assert [engine["id"] for engine in told["engines"]] == ["engine"]
         assert "revisions" not in told
-        assert "connection refused" in told["store_trouble"]
+        assert trouble in told["store_trouble"]
+        assert under_way == hangs
+    assert not under_way, "the page still reads the store"
 
 
 async def test_the_page_compares_treated_requests_with_the_control_group(tmp_path: Path) -> None:
