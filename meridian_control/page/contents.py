@@ -310,6 +310,8 @@ def _connected(engine: fleet_pb2.Engine, cause: str) -> Condition:
 def _gone(engine: fleet_pb2.Engine, now: datetime) -> Condition:
     seen_at = engine.report_time if engine.HasField("report_time") else engine.connect_time
     ago = lasting((now - seen_at.ToDatetime(UTC)).total_seconds())
+    if not engine.lost:
+        return Condition("gone", f"last heard {ago} ago; it has shut down")
     if engine.agent_state == agent_pb2.AGENT_STATE_STALE:
         return Condition(
             "gone", f"last heard {ago} ago; if the engine still runs, its last decisions are in force (STALE)", "warn"

@@ -72,9 +72,11 @@ def frozen(*ids: int, confirmed: bool = True, until: timedelta | None = None) ->
         (engine(freeze=frozen()), "frozen", "*MERIDIAN_FREEZE*", "warn"),
         # A replica that has not heard of the freeze itself still knows when the freeze ends.
         (engine(freeze=frozen(99, until=MINUTE / 12)), "frozen", "runs as stock vLLM for 5 s longer", "warn"),
-        (engine(False, STALE), "gone", "last heard 42 s ago*its last decisions are in force*", "warn"),
-        (engine(False, DEGRADED), "gone", "last heard 42 s ago*only caps are in force*", "bad"),
-        (engine(False, OFF, fault="KeyError: 1"), "gone", "*the agent was off: KeyError: 1", "bad"),
+        (engine(False, STALE, lost=True), "gone", "last heard 42 s ago*its last decisions are in force*", "warn"),
+        (engine(False, DEGRADED, lost=True), "gone", "last heard 42 s ago*only caps are in force*", "bad"),
+        (engine(False, OFF, lost=True, fault="KeyError: 1"), "gone", "*the agent was off: KeyError: 1", "bad"),
+        # Its end is nobody's trouble.
+        (engine(False, DEGRADED), "gone", "last heard 42 s ago; it has shut down", ""),
         # The worst of several states is shown.
         (engine(fault="x", nack_error="y", freeze=frozen(7)), "off", "*: x", "bad"),
     ],
