@@ -71,7 +71,7 @@ def rollout_start(
     context: typer.Context,
     file: File,
     *,
-    steps: Annotated[Path, typer.Option(help="Steps and guardrails in TOML; see rollout/staged_rollout.md.")],
+    steps: Annotated[Path, typer.Option(help="Steps and guardrails in TOML.")],
     dry_run: DryRun = False,
     diff: Diff = False,
     etag: Annotated[str, typer.Option(help="Etag that the policy in force must have.", show_default="any")] = "",

@@ -78,7 +78,7 @@ def calibrate(
     *,
     labels: Annotated[
         Path | None,
-        typer.Option(help='File of JSON lines {"request_id", "think_tokens", "correct", "group"}; see calibration.md.'),
+        typer.Option(help='File of JSON lines {"request_id", "think_tokens", "correct", "group"}.'),
     ] = None,
     max_loss: Annotated[
         float, typer.Option(min=0, max=1, help="Loss of accuracy, a fraction, that a rule provably does not exceed.")

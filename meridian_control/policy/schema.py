@@ -382,12 +382,13 @@ class TelemetryPolicy(Section):
 
 
 class FallbackPolicy(Section):
-    """Decides what an engine does without a stream to the control plane."""
+    """Decides what an engine does without an answer from the control plane."""
 
     lease_ms: int = field(
         30_000,
         ge=MIN_LEASE_MS,
         le=MAX_LEASE_MS,
-        description="Milliseconds for which decisions stay in force without a stream; caps stay in force for good.",
+        description="Milliseconds for which decisions stay in force without an answer from the control plane; caps "
+        "stay in force for good, unless scheduler.lease_ms is set.",
         advice="Keep it above the time that a restart of the control plane takes.",
     )

@@ -40,8 +40,9 @@ SectionLease = Annotated[
     int,
     AfterValidator(_lease),
     field(
-        description="Milliseconds for which this section's decisions, its caps included, stay in force without a "
-        "stream, so that an experiment ends with the control plane; 0 means that only fallback.lease_ms counts.",
+        description="Milliseconds for which this section's decisions, its caps included, stay in force without an "
+        "answer from the control plane, so that an experiment ends with the control plane; 0 means that only "
+        "fallback.lease_ms counts.",
         advice="Set it for an experiment that must end with the control plane.",
         range="0, or 100 to 86,400,000",
     ),

@@ -108,8 +108,8 @@ DECISIONS = (
     counter(
         "meridian_decisions_total",
         ("kind", "reason"),
-        "Decisions made, by kind (cap, force, hand_over, plan, probe, tier); forces also by the rule that fired, and "
-        "handovers by their reason.",
+        "Decisions made, by kind (cap, force, hand_over, plan, preempt, probe, tier); forces also by the rule that "
+        "fired, handovers and preemptions by their reason.",
         "Forces stop or multiply without a policy change: the workload or the model has changed; calibrate again.",
     ),
     counter(

@@ -2178,7 +2178,7 @@ class Settings(_message.Message):
     more to report than text tokens.
     """
     lease_ms: _builtins.int
-    """Milliseconds without a stream after which the agent drops all decisions except caps."""
+    """Milliseconds without an answer after which the agent drops all decisions except caps."""
     max_think_tokens: _builtins.int
     """Cap of a request, in thinking tokens, from its first token until its own ThinkCap arrives; absent for no cap."""
     closing_text: _builtins.str
@@ -2186,15 +2186,15 @@ class Settings(_message.Message):
     eat_answer_prefix: _builtins.str
     """Text that an EAT probe appends after the end marker."""
     scheduler_lease_ms: _builtins.int
-    """Milliseconds without a stream after which the decisions of the policy section `scheduler`, caps included, end; 0 if
-    only lease_ms counts.
+    """Milliseconds without an answer after which the decisions of the policy section `scheduler`, caps included, end; 0
+    if only lease_ms counts.
     """
     entropy_lease_ms: _builtins.int
-    """Milliseconds without a stream after which the decisions of the policy section `entropy` end; 0 if only lease_ms
+    """Milliseconds without an answer after which the decisions of the policy section `entropy` end; 0 if only lease_ms
     counts.
     """
     kv_memory_lease_ms: _builtins.int
-    """Milliseconds without a stream after which the decisions of the policy section `kv_memory` end; 0 if only lease_ms
+    """Milliseconds without an answer after which the decisions of the policy section `kv_memory` end; 0 if only lease_ms
     counts.
     """
     answer_reserve_tokens: _builtins.int

@@ -103,7 +103,7 @@ class Policy(_message.Message):
 
     @_builtins.property
     def fallback(self) -> Global___FallbackPolicy:
-        """Behaviour of an engine without a stream."""
+        """Behaviour of an engine without an answer from the control plane."""
 
     @_builtins.property
     def model(self) -> _containers.MessageMap[_builtins.str, Global___ModelPolicy]:
@@ -716,8 +716,8 @@ class SchedulerPolicy(_message.Message):
     long_think_tokens: _builtins.int
     """Strategy reasoning_first: a request with at least this many thinking tokens is least urgent."""
     lease_ms: _builtins.int
-    """Milliseconds for which this section's decisions, its caps included, stay in force without a stream, so that an
-    experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
+    """Milliseconds for which this section's decisions, its caps included, stay in force without an answer from the
+    control plane, so that an experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
     answer_reserve_tokens: _builtins.int
     """Answer reserve: thinking ends early enough that at least this many tokens of the request's max_tokens and of the
@@ -901,8 +901,8 @@ class EntropyPolicy(_message.Message):
     longer, so that thinking ends where EAT was measured; 0 lets the request think on. In shadow no request waits.
     """
     lease_ms: _builtins.int
-    """Milliseconds for which this section's decisions, its caps included, stay in force without a stream, so that an
-    experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
+    """Milliseconds for which this section's decisions, its caps included, stay in force without an answer from the
+    control plane, so that an experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
     holdout_share: _builtins.float
     """Share of requests, a fraction, in the control group, which nothing in the policy shortens: neither entropy rules,
@@ -1616,8 +1616,8 @@ class KvMemoryPolicy(_message.Message):
     request is admitted.
     """
     lease_ms: _builtins.int
-    """Milliseconds for which this section's decisions, its caps included, stay in force without a stream, so that an
-    experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
+    """Milliseconds for which this section's decisions, its caps included, stay in force without an answer from the
+    control plane, so that an experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
     keep_thinking_s: _builtins.int
     """Seconds for which the KV blocks of a finished request whose thinking a later turn may repeat wait for that turn,
@@ -1833,13 +1833,15 @@ Global___EnginePolicy: _TypeAlias = EnginePolicy  # noqa: Y015
 
 @_typing.final
 class FallbackPolicy(_message.Message):
-    """Decides what an engine does without a stream."""
+    """Decides what an engine does without an answer from the control plane."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_MS_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
-    """Milliseconds for which decisions stay in force without a stream; caps stay in force for good."""
+    """Milliseconds for which decisions stay in force without an answer from the control plane; caps stay in force for
+    good, unless scheduler.lease_ms is set.
+    """
     def __init__(
         self,
         *,
