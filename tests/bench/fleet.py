@@ -105,6 +105,8 @@ async def bench(session: Session) -> dict[str, Any]:
                 session.add(arm, found, case=case)
     finally:
         await asyncio.to_thread(postgres.stop)
+        # The page names the cores of the whole run.
+        os.sched_setaffinity(0, usable)
     text = (
         f"Windows of {given.seconds:g} s; a step of an engine at full speed takes {STEP_MS:g} ms. "
         f"{SHARE:.0%} of the requests are measured unless a row says otherwise."
