@@ -24,11 +24,11 @@ def judge(rollout: Rollout, sample: Sample) -> Iterator[GuardrailReading]:
     """Yield a reading for every guardrail that has a limit.
 
     If the other engines have too few observations in this step, a comparison adds their observations of earlier steps.
-    A step without an engine of its own, and a comparison without other engines, wait for no observations.
+    A step without an engine of its own, and a comparison without engines to compare with, wait for no observations.
     """
     limits, mine, theirs = rollout.plan.guardrails, rollout.candidate, rollout.stable
     earlier = rollout.reference + theirs
-    present = sample.candidate_engines > 0, sample.other_engines > 0
+    present = sample.candidate_engines > 0, sample.stable_engines > 0
     for name, observed in _OBSERVED.items():
         latency = name.endswith("_p99")
         value, count = observed(mine)

@@ -58,6 +58,7 @@ class Sampler:
                 observed[acked] += counters - before[1]
         self._looks.replace(seen, now)
         group = [engine for engine in listed if candidate in (engine.revision, engine.acked_revision)]
+        comparable = [e for e in connected if e.acked_revision == rollout.stable_revision and not e.fault]
         applied = [engine for engine in connected if engine.acked_revision == candidate]
         refused = [engine for engine in group if engine.nack_error]
         waiting = [engine for engine in group if engine.state == CONNECTED and engine.acked_revision != candidate]
@@ -68,6 +69,7 @@ class Sampler:
             stable=_measured(observed[rollout.stable_revision]),
             candidate_engines=len(applied),
             other_engines=len(connected) - len(applied),
+            stable_engines=len(comparable),
             # An agent that is off gets no settings.
             pending=len([engine for engine in waiting if not (engine.nack_error or engine.fault)]),
             missing=missing,

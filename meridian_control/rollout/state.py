@@ -144,9 +144,11 @@ class Sample:
     # Observations on engines that have applied the candidate, and on engines with the stable revision.
     candidate: Measured = NOTHING
     stable: Measured = NOTHING
-    # Numbers of connected engines that have applied the candidate, and of all other connected engines.
+    # Numbers of connected engines that have applied the candidate, of all other connected engines, and of those
+    # that can be compared with: they have the stable revision and an agent that is on.
     candidate_engines: int = 0
     other_engines: int = 0
+    stable_engines: int = 0
     # Numbers of engines in the group that have not answered to the candidate yet (pending), that lost their stream less
     # than the lease ago (missing), that refuse the candidate (nacks), and that are DEGRADED or off (degraded).
     pending: int = 0

@@ -42,7 +42,7 @@ def buckets(seconds: float, count: int) -> tuple[int, ...]:
 
 
 def seen(candidate: Measured = NOTHING, stable: Measured = NOTHING, **fields: Any) -> Sample:
-    return Sample(candidate, stable, **{"candidate_engines": 1, "other_engines": 1, **fields})
+    return Sample(candidate, stable, **{"candidate_engines": 1, "other_engines": 1, "stable_engines": 1, **fields})
 
 
 def itl(candidate: tuple[float, int], stable: tuple[float, int] = (0.02, 100), **fields: Any) -> Sample:
@@ -272,7 +272,10 @@ def test_the_author_is_warned_of_steps_without_engines() -> None:
 
 
 def test_nothing_to_compare_with_is_not_waited_for() -> None:
-    rollout = tick(started(guardrails=LIMITS), itl((0.02, 100), (0.02, 0), other_engines=0), 1e6, NOW)
+    """Other engines whose agents are off, or which run an older revision, never bring an observation to compare."""
+    limits = {"ttot_p99_ratio": 1.5, "empty_answer_rate_increase": 0.1, "reentry_rate_increase": 0.1} | LIMITS
+    mine = Measured(output_itl=buckets(0.02, 100), ttot=buckets(0.02, 100), answers=100)
+    rollout = tick(started(guardrails=limits), seen(mine, stable_engines=0), 1e6, NOW)
     assert rollout.state is State.COMPLETED
 
 
@@ -280,7 +283,7 @@ def test_the_last_engines_are_compared_with_those_of_earlier_steps() -> None:
     rollout = started({"percent": 50.0, "bake_s": 1.0}, {"percent": 100.0, "bake_s": 1.0}, guardrails=LIMITS)
     rollout = tick(rollout, itl((0.02, 100)), 1.0, NOW)
     assert rollout.step == 2
-    slow = itl((0.05, 100), (0.02, 0), other_engines=0)
+    slow = itl((0.05, 100), (0.02, 0), stable_engines=0)
     (reading, _) = tick(rollout, slow, 1.0, NOW).guardrails
     assert (reading.violated, reading.stable_observations) == (True, 100)
 

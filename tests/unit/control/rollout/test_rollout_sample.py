@@ -97,8 +97,10 @@ def test_refused_and_pending() -> None:
         engine("refused-the-old", 1, nack_error="no such parser"),
         engine("off", 1, revision=2, fault="KeyError"),
         engine("other"),
+        engine("refused-both", 0, revision=1, nack_error="no such parser"),
     )
-    assert (sample.candidate_engines, sample.other_engines, sample.pending, sample.nacks) == (1, 5, 1, 2)
+    assert (sample.candidate_engines, sample.other_engines, sample.pending, sample.nacks) == (1, 6, 1, 2)
+    assert sample.stable_engines == 4
     assert sample.degraded == 1, "an agent that is off gets no settings, so nothing waits for it"
 
 
