@@ -5,7 +5,7 @@ The module uses one thread and blocking calls.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,7 +101,10 @@ def policy_apply(
     """Replace the policy in force with the policy in FILE, and print the new revision."""
     with connect(context) as client:
         stored = _in_force(client)
-        policy = _changed(stored, forms.load_tables(file)) if merge else forms.load_to_apply(file)
+        if merge:
+            policy = forms.parse_values(forms.merged(_values(stored), forms.load_tables(file)))
+        else:
+            policy = forms.load_to_apply(file)
         request = policy_pb2.UpdatePolicyRequest(
             validate_only=dry_run, author=author, reason=reason, request_id=request_id
         )
@@ -130,7 +133,7 @@ def policy_set(
             validate_only=dry_run, author=author, reason=reason, request_id=request_id
         )
         stored = _in_force(client)
-        policy = _changed(stored, forms.parse_fields(fields))
+        policy = forms.parse_values(forms.with_fields(_values(stored), fields))
         _update(client, request, policy, stored, etag, changes=diff, if_checked="valid, nothing changed")
 
 
@@ -281,11 +284,11 @@ def _readable(message: policy_pb2.Policy) -> schema.Policy:
     return policy
 
 
-def _changed(stored: policy_pb2.PolicyRevision | None, changes: Mapping[str, Any]) -> schema.Policy:
-    """Return the policy in force with other values, which come by section. Raises PolicyError."""
+def _values(stored: policy_pb2.PolicyRevision | None) -> dict[str, Any]:
+    """Return the values of the policy in force by section."""
     if stored is None:
         fail(FAILED, "there is no policy in force to change that this meridianctl can read; use `policy apply`")
-    return forms.parse_values(forms.merged(forms.to_values(_readable(stored.policy)), changes))
+    return forms.to_values(_readable(stored.policy))
 
 
 def _update(

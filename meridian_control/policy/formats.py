@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import tomli_w
 from google.protobuf import json_format
@@ -33,6 +33,8 @@ from meridian_control.policy.validation_errors import Place, dotted, line_of, sy
 
 FILE_NAME = "meridian.toml"
 STANDARD_INPUT = Path("-")
+# The fields of a policy that hold sections by name.
+SECTIONS_BY_NAME = {name for name, info in Policy.model_fields.items() if get_origin(info.annotation) is Mapping}
 
 Schema = TypeVar("Schema", bound=Section)
 
@@ -109,17 +111,17 @@ def _read(path: Path) -> str:
         raise PolicyError([Violation(f"{path}:", f"cannot be read: {reason}")]) from error
 
 
-def parse_fields(fields: Iterable[str]) -> dict[str, Any]:
-    """Return the values of texts such as `scheduler.max_think_tokens=4000` by section. A value that is no TOML is a
-    string. Raises PolicyError."""
-    values: dict[str, Any] = {}
+def with_fields(values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """Return values by section with those of texts such as `scheduler.max_think_tokens=4000`. A value that is no TOML
+    is a string. Raises PolicyError."""
     for field in fields:
         name, _, value = field.partition("=")
         section = _section(name, value) if "." in name and value else None
         if section is None:
             raise PolicyError([Violation(field, "must be FIELD=VALUE, for example scheduler.max_think_tokens=4000")])
-        values = merged(values, section)
-    return values
+        # A name may go on into a field's own table, of which it changes one entry.
+        values = merged(values, section, _depth(tomllib.loads(f"{name} = 0")) - 1)
+    return dict(values)
 
 
 def _section(name: str, value: str) -> dict[str, Any] | None:
@@ -130,13 +132,23 @@ def _section(name: str, value: str) -> dict[str, Any] | None:
     return None
 
 
-def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with changes, section by section; a list is replaced as a whole."""
-    result = dict(values)
-    for name, change in changes.items():
-        both = isinstance(change, Mapping) and isinstance(result.get(name), Mapping)
-        result[name] = merged(result[name], change) if both else change
-    return result
+def _depth(value: Any) -> int:
+    return 1 + max(map(_depth, value.values())) if isinstance(value, Mapping) else 0
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any], levels: int = 1) -> dict[str, Any]:
+    """Return values with changes, field by field; a field's value is replaced as a whole, also if it is a table.
+
+    levels: least number of levels of tables in a section whose other entries are kept.
+    """
+    kept = {name: max(levels, 2 if name in SECTIONS_BY_NAME else 1) for name in changes}
+    return dict(values) | {name: _united(values.get(name), change, kept[name]) for name, change in changes.items()}
+
+
+def _united(value: Any, change: Any, levels: int) -> Any:
+    if not (levels and isinstance(value, Mapping) and isinstance(change, Mapping)):
+        return change
+    return dict(value) | {name: _united(value.get(name), entry, levels - 1) for name, entry in change.items()}
 
 
 def parse_values(values: Mapping[str, Any]) -> Policy:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -18,7 +19,17 @@ from meridian_control.common.errors import PolicyError
 from meridian_control.policy.disagg_schema import CONNECTORS
 from meridian_control.policy.drift_schema import EatBin, SignalBin
 from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
-from meridian_control.policy.formats import find, from_proto, load_config, parse_toml, to_proto, to_stored_toml, to_toml
+from meridian_control.policy.formats import (
+    find,
+    from_proto,
+    load_config,
+    merged,
+    parse_toml,
+    to_proto,
+    to_stored_toml,
+    to_toml,
+    with_fields,
+)
 from meridian_control.policy.gateway_schema import GatewayPolicy
 from meridian_control.policy.model import Override, Policy, Who
 from meridian_control.policy.schema import (
@@ -370,3 +381,25 @@ def test_the_message_says_of_each_field_what_the_schema_says() -> None:
         for comment, field in re.findall(r"((?: *//[^\n]*\n)+) *[\w. ]+ (\w+) = \d+;", body[1]):
             said[field] = " ".join(line.strip(" /") for line in comment.splitlines())
         assert said == {field: info.description for field, info in model.model_fields.items()}
+
+
+@pytest.mark.parametrize(
+    ("field", "section", "values"),
+    [
+        ("disagg.thinking_pool={pool='b'}", "disagg", {"thinking_pool": {"pool": "b"}, "enabled": True}),
+        ("disagg.thinking_pool={}", "disagg", {"thinking_pool": {}, "enabled": True}),
+        ("disagg.thinking_pool.pool=b", "disagg", {"thinking_pool": {"zone": "a", "pool": "b"}, "enabled": True}),
+        ("extension.e={x={a=2}}", "extension", {"e": {"x": {"a": 2}, "y": 3}, "f": {}}),
+        ("extension.e.x={a=2}", "extension", {"e": {"x": {"a": 2}, "y": 3}, "f": {}}),
+        ("extension.e.x.a=2", "extension", {"e": {"x": {"b": 1, "a": 2}, "y": 3}, "f": {}}),
+    ],
+)
+def test_a_field_that_is_a_table_is_replaced(field: str, section: str, values: dict[str, Any]) -> None:
+    """A name that goes on into the table changes one entry of it; a file's tables have no such names."""
+    before = {
+        "disagg": {"thinking_pool": {"zone": "a"}, "enabled": True},
+        "extension": {"e": {"x": {"b": 1}, "y": 3}, "f": {}},
+    }
+    assert with_fields(before, [field]) == before | {section: values}
+    if field.endswith("}"):
+        assert merged(before, tomllib.loads(field)) == before | {section: values}
