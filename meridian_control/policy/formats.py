@@ -4,7 +4,6 @@ The module knows no policy field. The module's functions may run on any thread a
 `load_config`, `load_to_apply`, `load_as`, `load_tables` and `find` read files.
 """
 
-import json
 import os
 import sys
 import tomllib
@@ -29,7 +28,7 @@ from meridian_control.common.errors import PolicyError, Violation
 from meridian_control.policy.model import NEW_FIELDS, NEW_SECTIONS, Policy
 from meridian_control.policy.removed_fields import RemovedValue, named, removed_at, without_removed
 from meridian_control.policy.section import Section
-from meridian_control.policy.validation_errors import Place, dotted, line_of, syntax_message, violation
+from meridian_control.policy.validation_errors import Place, dotted, line_of, quoted, syntax_message, violation
 
 FILE_NAME = "meridian.toml"
 STANDARD_INPUT = Path("-")
@@ -126,7 +125,7 @@ def with_fields(values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, A
 
 def _section(name: str, value: str) -> dict[str, Any] | None:
     """Return a field with its value by section; None if the name is no TOML."""
-    for written in (value, json.dumps(value)):
+    for written in (value, quoted(value)):
         with suppress(ValueError):
             return tomllib.loads(f"{name} = {written}")
     return None

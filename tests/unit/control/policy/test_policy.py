@@ -391,6 +391,11 @@ def test_the_message_says_of_each_field_what_the_schema_says() -> None:
         ("disagg.thinking_pool.pool=b", "disagg", {"thinking_pool": {"zone": "a", "pool": "b"}, "enabled": True}),
         ("extension.e={x={a=2}}", "extension", {"e": {"x": {"a": 2}, "y": 3}, "f": {}}),
         ("extension.e.x={a=2}", "extension", {"e": {"x": {"a": 2}, "y": 3}, "f": {}}),
+        (
+            "extension.f.text=Stop \U0001f600 \x7f",
+            "extension",
+            {"e": {"x": {"b": 1}, "y": 3}, "f": {"text": "Stop \U0001f600 \x7f"}},
+        ),
         ("extension.e.x.a=2", "extension", {"e": {"x": {"b": 1, "a": 2}, "y": 3}, "f": {}}),
     ],
 )
