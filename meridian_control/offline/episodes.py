@@ -83,7 +83,7 @@ class Episodes:
     empty_answer: NDArray[np.bool_]
     # Whether the request that was probed before has another trial answer, 1 or 0; -1 if that is not known.
     other_answer: NDArray[np.int64]
-    # Every request id in the trace, the number of unusable requests by reason, and the newest policy in the trace.
+    # Every request id in the trace, the number of unusable requests by reason, and the policy with the newest revision.
     seen: frozenset[str]
     left_out: dict[str, int]
     policy: policy_pb2.Policy | None
@@ -165,7 +165,7 @@ class _Collector:
     model: str
     requests: list[_Request] = field(default_factory=list)
     models: set[str] = field(default_factory=set)
-    policy: policy_pb2.Policy | None = None
+    newest: fleet_pb2.TracedPolicy | None = None
     tokens: _Columns = field(default_factory=lambda: _Columns(TOKEN_COLUMNS))
     probes: _Columns = field(default_factory=lambda: _Columns(PROBE_COLUMNS))
     # By session: the request in each slot, and the model that the engine serves.
@@ -176,8 +176,9 @@ class _Collector:
     def add_record(self, record: fleet_pb2.TraceRecord) -> None:
         """Add the next record of a trace. Raises BadReport for a record that breaks the contract."""
         kind, session = record.up.WhichOneof("message"), record.session_id
-        if record.HasField("policy"):
-            self.policy = record.policy.policy
+        # An engine that refuses a revision is given an older one each time that it connects.
+        if record.HasField("policy") and (self.newest is None or record.policy.revision >= self.newest.revision):
+            self.newest = record.policy
         if kind == "hello":
             self.slots[session], self.served[session] = {}, record.up.hello.model
         elif kind is not None and session not in self.slots:
@@ -273,7 +274,7 @@ def _episodes(seen: _Collector) -> Episodes:
         **samples,
         seen=frozenset(r.request_id for r in seen.requests),
         left_out=dict(sorted(Counter(filter(None, reasons)).items())),
-        policy=seen.policy,
+        policy=seen.newest.policy if seen.newest is not None else None,
     )
 
 

@@ -18,6 +18,7 @@ from meridian_control.offline.correctness import from_probes
 from meridian_control.offline.episodes import Episodes, collect
 from meridian_control.offline.rule_replay import Replay
 from meridian_control.offline.trace_file import FileError, TraceWriter, read
+from meridian_control.policy.formats import to_proto
 from tests.fakes import traces
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
@@ -252,3 +253,14 @@ def test_several_models(path: Path) -> None:
         collect([path])
     assert len(collect([path], "m").ids) == 3
     assert len(collect([path], "other").ids) == 1
+
+
+def test_the_newest_policy_is_that_of_the_newest_revision(path: Path) -> None:
+    """An engine that refuses the newest revision is given an older one each time that it connects."""
+    made = traces.records([traces.made_up(0)])
+    for revision, cap in ((7, 700), (6, 600)):
+        given = {"revision": revision, "policy": to_proto(policy(scheduler={"max_think_tokens": cap}))}
+        made.append(fleet_pb2.TraceRecord(session_id="s", policy=given))
+    newest = collect([traces.write(path, made)]).policy
+    assert newest is not None
+    assert newest.scheduler.max_think_tokens == 700
