@@ -134,6 +134,11 @@ def cautions(result: Calibration, replay: Replay) -> Iterator[str]:
         was, now = (p.model.get(model, ModelPolicy()).eat_answer_prefix for p in (recorded, replay.base))
         if was != now:
             yield f"The trace was recorded with the answer prefix {was!r} for {model}; the base policy has {now!r}."
+    if episodes.probings > 1:
+        yield (
+            f"The policy probed the requests in {episodes.probings} ways: entropy.eat_probe_*, the floor or the "
+            "answer prefix differ. EAT at other places is another EAT, so record again under one of them."
+        )
     if result.policy.override:
         yield "The base policy has overrides, whose entropy and scheduler fields replace the calibrated ones."
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meridian_control.capabilities.self_calibration.rule import probing as probing_of
 from meridian_control.common.errors import BadReport
 from meridian_control.common.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.engine.request_table import OUTPUT, THINK
@@ -28,6 +29,8 @@ from meridian_control.engine.token_rows import (
     sentence_goes_on,
 )
 from meridian_control.offline.trace_file import FileError, read
+from meridian_control.policy import formats as forms
+from meridian_control.policy.model import Who
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
     from numpy.typing import NDArray
+
+    from meridian_control.policy.model import Policy
 
 FLAG_PARAGRAPH = 64
 # Above any number of thinking tokens or reports, so that the keys request * KEY + number sort by request.
@@ -83,10 +88,13 @@ class Episodes:
     empty_answer: NDArray[np.bool_]
     # Whether the request that was probed before has another trial answer, 1 or 0; -1 if that is not known.
     other_answer: NDArray[np.int64]
-    # Every request id in the trace, the number of unusable requests by reason, and the policy with the newest revision.
+    # Every request id in the trace, the number of unusable requests by reason, the policy with the newest revision, the
+    # number of ways in which policies probed the usable requests, and the known fingerprints of their models.
     seen: frozenset[str]
     left_out: dict[str, int]
     policy: policy_pb2.Policy | None
+    probings: int = 1
+    fingerprints: frozenset[str] = frozenset()
 
     def entropies(self, count: NDArray[np.int64], place: NDArray[np.int64], width: int) -> tuple[NDArray[Any], ...]:
         """Return the counts, the sum of as many entropies before each place, and the sum of the newest `width` of them,
@@ -99,6 +107,9 @@ class Episodes:
 class _Request:
     request_id: str
     unmeasured: bool
+    # The engine's fingerprint of its model, and how the policy probes the request; empty if that is not known.
+    fingerprint: str
+    probing: str
     finish: agent_pb2.FinishReason.ValueType | None = None
 
 
@@ -168,19 +179,23 @@ class _Collector:
     newest: fleet_pb2.TracedPolicy | None = None
     tokens: _Columns = field(default_factory=lambda: _Columns(TOKEN_COLUMNS))
     probes: _Columns = field(default_factory=lambda: _Columns(PROBE_COLUMNS))
-    # By session: the request in each slot, and the model that the engine serves.
+    # By session: the request in each slot, the engine's Hello, and the policy that the session was given.
     slots: dict[str, dict[int, int]] = field(default_factory=dict)
-    served: dict[str, str] = field(default_factory=dict)
+    hellos: dict[str, agent_pb2.Hello] = field(default_factory=dict)
+    given: dict[str, Policy] = field(default_factory=dict)
     report: int = 0
 
     def add_record(self, record: fleet_pb2.TraceRecord) -> None:
         """Add the next record of a trace. Raises BadReport for a record that breaks the contract."""
         kind, session = record.up.WhichOneof("message"), record.session_id
         # An engine that refuses a revision is given an older one each time that it connects.
-        if record.HasField("policy") and (self.newest is None or record.policy.revision >= self.newest.revision):
-            self.newest = record.policy
+        if record.HasField("policy"):
+            self.given[session] = forms.from_older_proto(record.policy.policy)[0]
+            if self.newest is None or record.policy.revision >= self.newest.revision:
+                self.newest = record.policy
         if kind == "hello":
-            self.slots[session], self.served[session] = {}, record.up.hello.model
+            self.slots[session], self.hellos[session] = {}, record.up.hello
+            self.given.pop(session, None)
         elif kind is not None and session not in self.slots:
             raise BadReport("its session has no Hello before it")
         elif kind == "snapshot":
@@ -192,11 +207,18 @@ class _Collector:
             self._step(session, record.up.step)
 
     def _open(self, session: str, opened: agent_pb2.RequestOpened) -> None:
-        model = opened.model or self.served[session]
+        hello = self.hellos[session]
+        model = opened.model or hello.model
         self.models.add(model)
         if self.model in ("", model):
             self.slots[session][opened.slot] = len(self.requests)
-            self.requests.append(_Request(opened.request_id, opened.unmeasured))
+            facts = model, opened.tenant, opened.slo_class, opened.effort, dict(hello.labels), hello.model_fingerprint
+            probing = self._probing(session, Who(*facts))
+            self.requests.append(_Request(opened.request_id, opened.unmeasured, hello.model_fingerprint, probing))
+
+    def _probing(self, session: str, who: Who) -> str:
+        policy = self.given.get(session)
+        return probing_of(policy, policy.of(who), who) if policy is not None else ""
 
     def _step(self, session: str, report: agent_pb2.StepReport) -> None:
         self.report += 1
@@ -226,7 +248,14 @@ def collect(paths: Iterable[Path], model: str = "") -> Episodes:
     if path is not None and not model and len(collector.models) > 1:
         names = ", ".join(sorted(collector.models))
         raise FileError(path, "", f"holds several models ({names}): choose one with --model")
-    return _episodes(collector)
+    episodes = _episodes(collector)
+    if path is not None and len(episodes.fingerprints) > 1:
+        names = ", ".join(sorted(episodes.fingerprints))
+        why = (
+            f"holds several models of one name (fingerprints {names}): record each with --engine, and use one's traces"
+        )
+        raise FileError(path, "", why)
+    return episodes
 
 
 def _episodes(seen: _Collector) -> Episodes:
@@ -275,6 +304,8 @@ def _episodes(seen: _Collector) -> Episodes:
         seen=frozenset(r.request_id for r in seen.requests),
         left_out=dict(sorted(Counter(filter(None, reasons)).items())),
         policy=seen.newest.policy if seen.newest is not None else None,
+        probings=len({seen.requests[number].probing for number in kept} - {""}),
+        fingerprints=frozenset({seen.requests[number].fingerprint for number in kept} - {""}),
     )
 
 

@@ -159,7 +159,11 @@ def test_the_command_takes_several_traces_and_a_base(tmp_path: Path) -> None:
     base.write_text("[fallback]\nlease_ms = 700\n")
     result = run(*paths, *WIDE, "--out", out, "--base", base)
     assert forms.load_config(out).fallback.lease_ms == 700
-    assert "recorded with the answer prefix 'so ' for m; the base policy has ''" in " ".join(result.stdout.split())
+    said = " ".join(result.stdout.split())
+    assert "recorded with the answer prefix 'so ' for m; the base policy has ''" in said
+    assert "The policy probed the requests in" not in said
+    other = traces.write(tmp_path / "other.trace", traces.records(made()[60:]))
+    assert "The policy probed the requests in 2 ways" in " ".join(run(paths[0], other, *WIDE).stdout.split())
 
 
 def test_the_command_with_files_it_cannot_use(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from meridian_control.offline.episodes import Episodes, collect
 from meridian_control.offline.rule_replay import Replay
 from meridian_control.offline.trace_file import FileError, TraceWriter, read
 from meridian_control.policy.formats import to_proto
+from meridian_control.policy.model import Policy
 from tests.fakes import traces
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
@@ -253,6 +254,35 @@ def test_several_models(path: Path) -> None:
         collect([path])
     assert len(collect([path], "m").ids) == 3
     assert len(collect([path], "other").ids) == 1
+
+
+def test_several_models_under_one_name(path: Path, tmp_path: Path) -> None:
+    """Engines of which no fingerprint is known may have any model."""
+    paths = []
+    for number, fingerprint in enumerate(("bf16", "bf16", "", "fp8")):
+        made = traces.records([traces.made_up(number)])
+        made[0].up.hello.model_fingerprint = fingerprint
+        paths.append(traces.write(tmp_path / f"{number}.trace", made))
+    assert collect(paths[:3]).fingerprints == {"bf16"}
+    with pytest.raises(FileError, match=r"holds several models of one name \(fingerprints bf16, fp8\)"):
+        collect(paths)
+
+
+@pytest.mark.parametrize(
+    ("changed", "probings"),
+    [
+        ({"model": {"m": {"eat_answer_prefix": "So"}}}, 2),
+        ({"entropy": {"eat_probe_interval_tokens": 7}}, 2),
+        ({"override": [{"tenant": "a", "entropy": {"eat_probe_placement": "paragraph"}}]}, 1),
+        ({"override": [{"model": "m", "entropy": {"eat_probe_placement": "paragraph"}}]}, 2),
+        ({"entropy": {"eat_level_threshold_nats": 0.5}}, 1),
+    ],
+)
+def test_in_how_many_ways_requests_were_probed(path: Path, changed: dict[str, Any], probings: int) -> None:
+    made = traces.records([traces.made_up(n) for n in range(9)], at_once=1)
+    given = {"revision": 2, "policy": to_proto(Policy.model_validate(changed))}
+    made.insert(len(made) // 2, fleet_pb2.TraceRecord(session_id="s", policy=given))
+    assert collect([traces.write(path, made)]).probings == probings
 
 
 def test_the_newest_policy_is_that_of_the_newest_revision(path: Path) -> None:
