@@ -23,6 +23,8 @@ MAX_ID, LEFT_OUT = 256, "..."
 # Prefixes that vLLM's server puts before the id that a client has given.
 PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 _CHOICE = re.compile(r"\d+_(?=.)")
+# The API server's own prefixes tell a later choice from an id that only begins like one.
+_LATER_CHOICE = re.compile(rf"0*[1-9]\d*_(?:{'|'.join(PREFIXES)})")
 _PROMPT = re.compile(r"(?<=.)(?:_\d+|-[0-9a-f]{32}-beam-\d+)$")
 # Only completions number their prompts with a hyphen, which may be a part of the client's own id elsewhere.
 _PROMPT_OF_COMPLETION = re.compile(r"(?<=^cmpl-)(.+)-\d+$")
@@ -31,11 +33,22 @@ _PROMPT_OF_COMPLETION = re.compile(r"(?<=^cmpl-)(.+)-\d+$")
 def shortened(request_id: str) -> set[str]:
     """Return the ids by which a client may know a request: the parts of `request_id` that are left without what vLLM
     has added, one addition after the other."""
-    names = {request_id, _CHOICE.sub("", request_id, count=1) if _CHOICE.match(request_id) else request_id}
+    names = {request_id, without_choice(request_id)}
     names |= {name.rpartition("-")[0] for name in names}
     names |= {_PROMPT_OF_COMPLETION.sub(r"\1", _PROMPT.sub("", name)) for name in names}
     names |= {name.removeprefix(prefix) for name in names for prefix in PREFIXES}
     return names - {"", request_id}
+
+
+def without_choice(request_id: str) -> str:
+    """Return what the ids of a prompt's choices have in common; the id itself if it has no number of a choice."""
+    match = _CHOICE.match(request_id)
+    return request_id[match.end() :] if match else request_id
+
+
+def is_later_choice(request_id: str) -> bool:
+    """Return whether a request is another choice than the first of its prompt."""
+    return _LATER_CHOICE.match(request_id) is not None
 
 
 def is_called(own: str, request_id: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from meridian_control.capabilities.control_group.requests import answers_alike
 from meridian_control.common.errors import MeridianError
 from meridian_control.common.look import percent
-from meridian_control.journal.request_ids import shortened
+from meridian_control.journal.request_ids import shortened, without_choice
 from meridian_control.offline.episodes import KEY
 from meridian_control.offline.trace_file import FileError
 
@@ -37,7 +37,8 @@ class Judge:
 
     Places are sorted by request, then by thinking tokens. `natural` is the probability after all of the thinking; NaN
     for a request that cannot be judged. `groups` names the group of each request, for example the problem that it asks
-    about; empty if the requests are independent. `strangers`: labelled requests that are not in the traces.
+    about; empty if the requests are independent. Without groups of labels, the choices of one prompt are a group.
+    `strangers`: labelled requests that are not in the traces.
     """
 
     owner: NDArray[np.int64]
@@ -94,7 +95,9 @@ def from_probes(episodes: Episodes) -> Judge:
     last = same[end - 1] if len(owner) else same
     stays = (number >= end - last) & ~episodes.empty_answer
     is_judged = np.bincount(owner[same > 0], minlength=len(episodes.ids)) > 0
-    return Judge(owner, episodes.sample_tokens, stays.astype(float), np.where(is_judged, 1.0, np.nan), True)
+    return Judge(
+        owner, episodes.sample_tokens, stays.astype(float), np.where(is_judged, 1.0, np.nan), True, _choices(episodes)
+    )
 
 
 def from_labels(path: Path, episodes: Episodes) -> Judge:
@@ -136,9 +139,15 @@ def from_labels(path: Path, episodes: Episodes) -> Judge:
         np.array([places[place] for place in ordered], np.float64),
         natural,
         False,
-        tuple(groups.get(number, "") for number in range(len(natural))) if groups else (),
+        tuple(groups.get(number, "") for number in range(len(natural))) if groups else _choices(episodes),
         len(strangers),
     )
+
+
+def _choices(episodes: Episodes) -> tuple[str, ...]:
+    """Return what names the prompt of each request, if several requests are choices of one prompt; empty if not."""
+    prompts = tuple(map(without_choice, episodes.ids))
+    return prompts if len(set(prompts)) < len(prompts) else ()
 
 
 def _numbers(path: Path, episodes: Episodes) -> dict[str, int]:

@@ -10,6 +10,7 @@ from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.part import UNREAD_PROBE, Part
 from meridian_control.engine.request_table import THINK
 from meridian_control.engine.think_ends import FINISHED
+from meridian_control.journal.request_ids import is_later_choice
 from meridian_control.policy.effects import any_self_calibrates, may_shorten, self_calibrates
 from meridian_control.policy.shortening_kinds import kinds_for_request
 
@@ -71,13 +72,15 @@ class Recorder(Part):
         for closed in rows if self._is_asked else ():
             samples = self._samples.pop(closed.slot, [])
             opened = self._table.info[closed.slot]
-            if opened is not None and governed and closed.reason in FINISHED and self._is_meant(closed.slot):
+            if opened is not None and governed and closed.reason in FINISHED and self._is_meant(opened):
                 self._found(self._stream.policies.who(opened).traffic, self._result(opened, samples))
 
-    def _is_meant(self, slot: int) -> bool:
+    def _is_meant(self, opened: OpenedRequest) -> bool:
         """Whether self-calibration is to record a request that has thought. A request that counts has had the same
-        rules from its beginning."""
-        table = self._table
+        rules from its beginning. Of several choices of one prompt the first counts, because they are alike."""
+        table, slot = self._table, opened.slot
+        if is_later_choice(opened.request_id):
+            return False
         is_whole = table.think_tokens[slot] and table.counted[slot] and not table.unmeasured[slot]
         return bool(is_whole and self._is_recorded(slot))
 

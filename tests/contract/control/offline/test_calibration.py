@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -207,6 +208,16 @@ def test_a_group_lies_in_one_half_and_every_split_is_another(tmp_path: Path) -> 
         assert not first & second
         splits.add(frozenset(first))
     assert len(splits) == 5
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_choices_of_one_request_are_a_group(tmp_path: Path, labelled: bool) -> None:
+    requests = [replace(r, request_id=f"{n % 2}_chatcmpl-{n // 2}") for n, r in enumerate(made(40))]
+    replayed = replay(tmp_path, requests, labelled)
+    judge = replayed.judge
+    for half in halved(replayed.episodes.ids, judge, 0)[:2]:
+        assert Counter(Counter(judge.groups[n] for n in half).values()) == {2: 10}
+    assert not replay(tmp_path / "single", requests[::2], labelled).judge.groups
 
 
 def test_intervals_and_bounds_count_groups_and_not_requests(tmp_path: Path) -> None:

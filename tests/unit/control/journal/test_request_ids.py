@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meridian_agent.core.request_info import MAX_ID, shown_id
-from meridian_control.journal.request_ids import is_called, shortened
+from meridian_control.journal.request_ids import is_called, is_later_choice, shortened, without_choice
 
 RANDOM = "9f2e01ab"
 BEAM = "0123456789abcdef0123456789abcdef"
@@ -42,6 +42,22 @@ def test_a_request_is_called_what_its_client_sees(own: str, seen: list[str]) -> 
 @pytest.mark.parametrize("other", ["min", "ine", "mine-9", "chatcmpl", "0", RANDOM, "chatcmpl-", "cmpl-mine", ""])
 def test_a_part_of_an_id_is_no_name(other: str) -> None:
     assert not is_called(f"0_chatcmpl-mine-{RANDOM}", other)
+
+
+@pytest.mark.parametrize(
+    ("own", "prompt", "is_later"),
+    [
+        (f"0_chatcmpl-mine-{RANDOM}", f"chatcmpl-mine-{RANDOM}", False),
+        (f"11_chatcmpl-mine-{RANDOM}", f"chatcmpl-mine-{RANDOM}", True),
+        (f"1_cmpl-mine-0-{RANDOM}", f"cmpl-mine-0-{RANDOM}", True),
+        # A client's own id in the Responses API, which has no choices; another client's id differs behind the number.
+        (f"7_mine-{RANDOM}", f"mine-{RANDOM}", False),
+        (f"chatcmpl-1_mine-{RANDOM}", f"chatcmpl-1_mine-{RANDOM}", False),
+        ("12", "12", False),
+    ],
+)
+def test_choices_of_one_prompt(own: str, prompt: str, is_later: bool) -> None:
+    assert (without_choice(own), is_later_choice(own)) == (prompt, is_later)
 
 
 def test_names_are_parts_of_the_id() -> None:

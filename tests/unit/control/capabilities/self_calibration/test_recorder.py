@@ -101,6 +101,15 @@ def test_in_shadow_each_measured_request_is_recorded(found: list[tuple[str, Epis
     assert (episode.name, episode.natural_tokens) == (name_of(TREATED), 40)
 
 
+def test_of_several_choices_the_first_is_recorded(found: list[tuple[str, Episode]]) -> None:
+    names = [f"{number}_chatcmpl-mine" for number in range(3)]
+    made = stream(all_measured())
+    for name in names:
+        made.open(name, think=40, answer=3)
+    made.step(52)
+    assert [episode.name for _, episode in found] == [name_of(names[0])]
+
+
 def test_a_rule_that_comes_into_force_spoils_requests_that_it_may_shorten(found: list[tuple[str, Episode]]) -> None:
     made = stream(all_measured())
     for name in (CONTROL, TREATED):
