@@ -7,6 +7,7 @@ nothing. The module runs on the control plane's event loop; the file watcher has
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from watchfiles import awatch
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 AUTHOR = "meridian-control"
 # Milliseconds after which the file is read even without a change event, because some file systems send no events.
 POLL_MS = 5000
+# Number of newest revisions among which another replica's revision of the file is looked for.
+LOOKED_BACK = 100
 
 
 class PolicyDirectory:
@@ -53,8 +56,10 @@ class PolicyDirectory:
     ) -> None:
         self.file = folder / forms.FILE_NAME
         self._store, self._on_change, self._clock = store, on_change, clock
-        # The policy that was last put in force from the file, and the error about the file that was last logged.
+        # The policy that was last put in force from the file, the revision in force then, and the error about the file
+        # that was last logged.
         self._done: Policy | None = None
+        self._done_at = 0
         self._complaint = ""
 
     async def put_in_force(self) -> StoredRevision:
@@ -84,9 +89,9 @@ class PolicyDirectory:
                 etag = current.etag if current is not None else EMPTY_ETAG
             except StoredPolicyUnreadable:
                 current, etag = None, ""
-            if current is None or current.policy != wanted:
+            if (current is None or current.policy != wanted) and not await self._is_stored(wanted):
                 try:
-                    stored = await self._store.append(
+                    current = stored = await self._store.append(
                         wanted, etag=etag, author=AUTHOR, reason=str(self.file), now=self._clock()
                     )
                 except EtagMismatch:
@@ -96,7 +101,17 @@ class PolicyDirectory:
                 for warning in warnings(wanted):
                     logger.warning("%s: %s", self.file, warning)
                 self._on_change(stored)
-            self._done = wanted
+            self._done, self._done_at = wanted, current.revision if current is not None else self._done_at
+
+    async def _is_stored(self, wanted: Policy) -> bool:
+        """Whether another replica, whose mount changed earlier, has put the file's policy in force since this one last
+        did. What has been changed since then is newer than the file."""
+        for header in await self._store.history(LOOKED_BACK) if self._done is not None else ():
+            if header.revision > self._done_at and (header.author, header.reason) == (AUTHOR, str(self.file)):
+                with suppress(StoredPolicyUnreadable):
+                    if (await self._store.get(header.revision)).policy == wanted:
+                        return True
+        return False
 
     async def watch(self) -> None:
         """Read the file at every change, until cancelled."""

@@ -139,6 +139,24 @@ async def test_replicas_that_see_one_file_store_it_once(store: PolicyStore, moun
     assert {stored.revision for stored in begun} == {1}
 
 
+async def test_a_mount_that_changes_late_overwrites_no_newer_change(store: PolicyStore, mounted: ConfigMap) -> None:
+    """The mounts of replicas differ by up to a minute. Each replica reads each version of the file."""
+    mounted.put("fallback.lease_ms = 500")
+    early, late = (PolicyDirectory(mounted.folder, store, lambda _: None, lambda: NOW) for _ in range(2))
+    for directory in (early, late):
+        await directory.read()
+    mounted.put("fallback.lease_ms = 600")
+    await early.read()
+    other = await store.append(Policy(), etag="", author="ann", reason="", now=NOW)
+    await late.read()
+    assert await store.current() == other
+    mounted.put("fallback.lease_ms = 500")
+    await late.read()
+    mounted.put("fallback.lease_ms = 600")
+    await late.read()
+    assert [header.revision for header in await store.history(9)] == [5, 4, 3, 2, 1]
+
+
 async def test_a_beginning_with_a_bad_file(
     store: PolicyStore, mounted: ConfigMap, caplog: pytest.LogCaptureFixture
 ) -> None:
