@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from meridian_control.common.errors import MeridianError, StoredPolicyUnreadable, StoreUnavailable
@@ -76,6 +78,9 @@ class Rollouts:
         # the times of its newest sample and of its newest write to the store.
         self._driven: Rollout | None = None
         self._looked_at = self._stored_at = clock()
+        # Seconds for which this replica has watched a rollout that had already begun; infinite if it watched from the
+        # beginning.
+        self._watched_s = inf
         self._sampler = Sampler()
         # Counts the ticks, so that the first one reads the store.
         self._idle_ticks = -1
@@ -164,12 +169,17 @@ class Rollouts:
         logger.info("driving rollout %d, %s in step %d", stored.rollout_id, stored.state.word, stored.step)
         self._driven, self._sampler = stored, Sampler()
         self._looked_at = self._stored_at = now
+        is_new = stored.changes == 1 and not stored.baked_s
+        self._watched_s = inf if is_new else 0.0
 
     async def _advance(self, before: Rollout, stored: Rollout, engines: list[fleet_pb2.Engine], now: datetime) -> None:
         lease_s = (await self.store.policies.get(before.candidate_revision)).policy.fallback.lease_ms / 1000
         # The wall clock may be set back or forward.
         elapsed_s = min(max(0.0, (now - self._looked_at).total_seconds()), MAX_ELAPSED_S)
+        self._watched_s += elapsed_s
         sample = self._sampler.sample(engines, before, lease_s, now, elapsed_s)
+        # Which engines have the candidate is known once they have connected to this replica, or again to another.
+        sample = replace(sample, returning=self._watched_s < lease_s)
         self._looked_at, self._stored_at = now, min(self._stored_at, now)
         # A change of state that could not be stored is stored before the rollout goes on.
         after = tick(before, sample, elapsed_s, now) if before.changes == stored.changes else before

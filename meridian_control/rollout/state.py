@@ -155,6 +155,8 @@ class Sample:
     missing: int = 0
     nacks: int = 0
     degraded: int = 0
+    # Whether engines may not have come back yet since the leading replica began to watch.
+    returning: bool = False
 
 
 @dataclass(frozen=True)

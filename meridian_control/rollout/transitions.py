@@ -172,8 +172,8 @@ def _waiting_for(rollout: Rollout, sample: Sample, readings: tuple[GuardrailRead
         return "an engine to connect"
     if sample.pending:
         return f"{sample.pending} engines to apply the candidate"
-    if sample.missing:
-        return f"{sample.missing} engines to connect again"
+    if sample.missing or sample.returning:
+        return f"{sample.missing or 'any'} engines to connect again"
     if not sample.candidate_engines and not _selects_nobody(rollout, rollout.step):
         # Nothing is measured on a candidate, so no guardrail can be violated.
         if sample.nacks or sample.degraded:

@@ -191,6 +191,20 @@ async def test_a_restart_in_the_middle(control: Control) -> None:
         assert (await control.ticks(2)).state == COMPLETED
 
 
+async def test_after_a_restart_no_step_ends_before_its_engines_are_back(control: Control) -> None:
+    with Engine(control, "a", "canary-1") as a, Engine(control, "b", "canary-2") as b:
+        await control.begin({**CANARY, "bake_s": 8.0}, ALL)
+        await a.has(2)
+        await b.has(2)
+        assert (await control.ticks(8)).step == 1
+        await control.kill()
+    await control.start()
+    with Engine(control, "a", "canary-1") as a:
+        await a.has(2)
+        assert (await control.ticks(6)).step == 1
+        assert (await control.ticks(1)).step == 2
+
+
 async def test_an_engine_whose_labels_change_keeps_what_it_has(control: Control) -> None:
     with Engine(control, "a", "canary") as a:
         await control.begin(CANARY)
@@ -219,7 +233,9 @@ async def test_two_replicas(postgres_address: str) -> None:
             assert (await one.ticks(3)).step == 2
             one.leads, two.leads = False, True
             two.now = one.now
-            assert (await two.ticks(3)).step == 3
+            found = await two.ticks(6)
+            assert (found.step, found.waiting_for) == (2, "any engines to connect again")
+            assert (await two.ticks(1)).step == 3
             for engine in (a, b, c):
                 await engine.has(2)
             assert (await two.ticks(2)).state == (await one.ticks(1)).state == COMPLETED
