@@ -21,6 +21,11 @@ SHORT_TEXT = MAX_TEXT_BYTES // 4
 OPENED_BYTES = 512
 
 
+def is_under_way(opened: agent_pb2.RequestOpened | OpenedRequest) -> bool:
+    """Return whether a request had tokens when the agent told of it: in a snapshot, or when the agent found it."""
+    return bool(opened.think_tokens or opened.output_tokens)
+
+
 class OpenedRequest:
     """The facts of a request that hold for as long as it lives; the fields are those of agent.RequestOpened.
 

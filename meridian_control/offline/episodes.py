@@ -16,6 +16,7 @@ import numpy as np
 
 from meridian_control.capabilities.self_calibration.rule import probing as probing_of
 from meridian_control.common.errors import BadReport
+from meridian_control.common.opened_request import is_under_way
 from meridian_control.common.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.think_ends import FINISHED
@@ -201,12 +202,13 @@ class _Collector:
         elif kind == "snapshot":
             self.slots[session] = {}
             for opened in record.up.snapshot.requests:
-                if not opened.think_tokens + opened.output_tokens:
-                    self._open(session, opened)
+                self._open(session, opened)
         elif kind == "step":
             self._step(session, record.up.step)
 
     def _open(self, session: str, opened: agent_pb2.RequestOpened) -> None:
+        if is_under_way(opened):
+            return
         hello = self.hellos[session]
         model = opened.model or hello.model
         self.models.add(model)

@@ -19,6 +19,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import BadReport, MeridianError
+from meridian_control.common.opened_request import is_under_way
 from meridian_control.engine.request_table import THINK
 from meridian_control.engine.session import Session
 from meridian_control.engine.think_ends import FINISHED, by_limit
@@ -179,11 +180,11 @@ class SessionReplay:
         elif up.HasField("freeze_status"):
             message.freeze_status.nonce = self._nonces.get(("freeze", up.freeze_status.nonce), 0)
         elif up.HasField("snapshot"):
-            begun = [opened for opened in up.snapshot.requests if opened.think_tokens or opened.output_tokens]
-            self.left_out += Counter({"reports were lost": len(self.live), "began before the trace": len(begun)})
-            self.live = {opened.slot: LiveRequest(opened) for opened in up.snapshot.requests if opened not in begun}
+            self.left_out += Counter({"reports were lost": len(self.live)})
+            self.live = {}
+            self._open(up.snapshot.requests)
         elif up.HasField("step"):
-            self.live |= {opened.slot: LiveRequest(opened) for opened in report.opened}
+            self._open(report.opened)
             self._count(report.tokens)
             # Entries with the id 0 belong to no decision of this run, and the session leaves them out.
             message.step.probes.decision_id[:] = [self._probe(report.probes, n) for n in range(len(report.probes.slot))]
@@ -195,6 +196,14 @@ class SessionReplay:
             message.step.ClearField("outcomes")
             message.step.outcomes.extend(outcomes)
         return message
+
+    def _open(self, requests: Iterable[agent_pb2.RequestOpened]) -> None:
+        for opened in requests:
+            self.live.pop(opened.slot, None)
+            if is_under_way(opened):
+                self.left_out["began before the trace"] += 1
+            else:
+                self.live[opened.slot] = LiveRequest(opened)
 
     def _count(self, tokens: agent_pb2.TokenColumns) -> None:
         """Note limits and ends of thinking, with thinking tokens counted as in the request table."""

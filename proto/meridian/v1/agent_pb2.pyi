@@ -1146,9 +1146,9 @@ class RequestOpened(_message.Message):
     phase: Global___Phase.ValueType
     """Phase at the end of the prompt; in a Snapshot, the present phase."""
     think_tokens: _builtins.int
-    """Thinking tokens generated so far; non-zero only in a Snapshot."""
+    """Thinking tokens generated so far; 0 in a StepReport, unless the agent found the request in mid-course."""
     output_tokens: _builtins.int
-    """Answer tokens generated so far; non-zero only in a Snapshot."""
+    """Answer tokens generated so far; as think_tokens."""
     max_think_tokens: _builtins.int
     """The request's own cap in tokens: the smaller of meridian_max_think_tokens in its vllm_xargs and vLLM's
     thinking_token_budget, less the prompt's tokens that vLLM counts as thinking; absent if it has neither.

@@ -474,6 +474,14 @@ def test_a_snapshot_in_the_middle_leaves_out_what_lived(tmp_path: Path) -> None:
     assert found["left_out"] == {"began before the trace": 1, "reports were lost": 4}
 
 
+def test_requests_that_the_agent_found_in_mid_course_are_left_out(tmp_path: Path) -> None:
+    made = traces.records([traces.made_up(n) for n in range(4)])
+    made[3].up.step.opened[1].think_tokens = 40
+    made[3].up.step.opened[2].output_tokens = 1
+    found = told(tmp_path, made, policy())
+    assert (found["requests"], found["left_out"]) == (2, {"began before the trace": 2})
+
+
 def test_a_trace_that_breaks_the_contract(tmp_path: Path) -> None:
     made = traces.records([traces.made_up(0)])
     made[5].up.step.tokens.flags.append(1)

@@ -223,6 +223,13 @@ def test_a_snapshot_ends_what_was_known(path: Path) -> None:
     assert "old" not in found.seen
 
 
+def test_a_request_that_the_agent_found_in_mid_course_is_left_out(path: Path) -> None:
+    made = traces.records([traces.made_up(n) for n in range(4)])
+    made[3].up.step.opened[1].think_tokens = 40
+    made[3].up.step.opened[2].output_tokens = 1
+    assert len(collect([traces.write(path, made)]).ids) == 2
+
+
 def parts_of_two_snapshots(made: list[fleet_pb2.TraceRecord]) -> list[fleet_pb2.TraceRecord]:
     parts = [agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=step, continues=True)) for step in (1, 2)]
     return [*made, *(fleet_pb2.TraceRecord(session_id=made[0].session_id, up=part) for part in parts)]
