@@ -98,6 +98,8 @@ def sentences(result: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
         left_out.append(f"{unjudged} without {'a trial answer' if judge.is_proxy else 'a natural and a cut label'}")
     if judge.strangers:
         left_out.append(f"labels of {judge.strangers} requests that are not in the traces")
+    if judge.shared:
+        left_out.append(f"labels of {judge.shared} ids that name several requests")
     if left_out:
         yield "Left out: " + ", ".join(left_out) + "."
     if judge.is_proxy:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 LABEL_KEYS = {"request_id", "think_tokens", "correct", "group"}
 # Smallest probability of a right answer that counts as right, in counts of right and wrong answers.
 RIGHT = 0.5
+# The place of the label of a natural end, and the number for an id that names several requests.
+NATURAL, SHARED = -1, -2
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Judge:
     Places are sorted by request, then by thinking tokens. `natural` is the probability after all of the thinking; NaN
     for a request that cannot be judged. `groups` names the group of each request, for example the problem that it asks
     about; empty if the requests are independent. Without groups of labels, the choices of one prompt are a group.
-    `strangers`: labelled requests that are not in the traces.
+    `strangers`: labelled requests that are not in the traces. `shared`: labelled ids that name several requests there.
     """
 
     owner: NDArray[np.int64]
@@ -48,6 +50,7 @@ class Judge:
     is_proxy: bool
     groups: tuple[str, ...] = ()
     strangers: int = 0
+    shared: int = 0
 
     def right_at(self, owner: NDArray[np.int64], think_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the probability at the nearest known place at or after each given place, else that of `natural`."""
@@ -101,7 +104,8 @@ def from_probes(episodes: Episodes) -> Judge:
 
 
 def from_labels(path: Path, episodes: Episodes) -> Judge:
-    """Judge by the user's labels. A request without both a natural and a cut label cannot be judged.
+    """Judge by the user's labels; several of one place count as their mean. A request without both a natural and a cut
+    label cannot be judged.
 
     Labels of other requests than those in the trace are left out, because a recording may begin after the traffic or
     end before it. Raises FileError with the line of a label that is malformed, or if no label is of a request in the
@@ -109,23 +113,26 @@ def from_labels(path: Path, episodes: Episodes) -> Judge:
     """
     numbers = _numbers(path, episodes)
     natural = np.full(len(episodes.ids), np.nan)
-    places: dict[tuple[int, int], float] = {}
+    correct: dict[tuple[int, int], list[float]] = {}
     groups: dict[int, str] = {}
     rows = _rows(path)
     labelled = {row["request_id"] for _, row in rows}
     strangers = labelled - set(numbers)
-    if rows and strangers == labelled:
+    shared = {name for name in labelled if numbers.get(name) == SHARED}
+    if rows and strangers | shared == labelled:
         line, row = rows[0]
-        raise FileError(path, f"{line}:", f"request_id {row['request_id']!r} is not in the trace, nor is any other")
+        why = "names several requests" if row["request_id"] in shared else "is not in the trace, nor is any other"
+        raise FileError(path, f"{line}:", f"request_id {row['request_id']!r} {why}")
     for line, row in rows:
         if (request := numbers.get(row["request_id"], -1)) < 0:
             continue
         if (group := row.get("group")) is not None and groups.setdefault(request, group) != group:
             raise FileError(path, f"{line}:", f"group must be {groups[request]!r} as in an earlier line; got {group!r}")
-        if row.get("think_tokens") is None:
-            natural[request] = row["correct"]
-        else:
-            places[request, row["think_tokens"]] = float(row["correct"])
+        tokens = row.get("think_tokens")
+        correct.setdefault((request, NATURAL if tokens is None else tokens), []).append(float(row["correct"]))
+    places = {place: sum(answers) / len(answers) for place, answers in correct.items()}
+    for request, tokens in [place for place in places if place[1] == NATURAL]:
+        natural[request] = places.pop((request, tokens))
     cut = np.zeros(len(natural), bool)
     cut[[request for request, _ in places]] = True
     natural[~cut] = np.nan
@@ -141,6 +148,7 @@ def from_labels(path: Path, episodes: Episodes) -> Judge:
         False,
         tuple(groups.get(number, "") for number in range(len(natural))) if groups else _choices(episodes),
         len(strangers),
+        len(shared),
     )
 
 
@@ -151,16 +159,17 @@ def _choices(episodes: Episodes) -> tuple[str, ...]:
 
 
 def _numbers(path: Path, episodes: Episodes) -> dict[str, int]:
-    """Return request numbers by id, and by id without vLLM's additions; -1 for requests that cannot be used."""
+    """Return request numbers by id, and by id without vLLM's additions; -1 for requests that cannot be used, and SHARED
+    for an id without additions that several requests have."""
     exact = dict.fromkeys(episodes.seen, -1) | {request_id: number for number, request_id in enumerate(episodes.ids)}
     uses = Counter(name for request_id in exact for name in shortened(request_id))
     short = {name: number for request_id, number in exact.items() for name in shortened(request_id)}
-    return {name: number for name, number in short.items() if uses[name] == 1} | exact
+    return {name: number if uses[name] == 1 else SHARED for name, number in short.items()} | exact
 
 
 def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise FileError(path, "", f"cannot be read: {reason}") from error

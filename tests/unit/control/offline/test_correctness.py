@@ -107,6 +107,39 @@ def test_labels_of_requests_that_were_not_recorded_are_left_out(tmp_path: Path) 
         from_labels(path, episodes)
 
 
+def test_labels_of_an_id_that_several_requests_have_are_counted(tmp_path: Path) -> None:
+    requests = made(3)
+    for number, request in enumerate(requests[:2]):
+        request.request_id = f"{number}_chatcmpl-mine"
+    path, episodes = labelled(tmp_path, requests)
+    row = json.dumps({"request_id": "mine", "correct": True})
+    path.write_text(f"{path.read_text()}\n{row}")
+    judge = from_labels(path, episodes)
+    assert (judge.strangers, judge.shared) == (0, 1)
+    path.write_text(row)
+    with pytest.raises(FileError, match="1: request_id 'mine' names several requests"):
+        from_labels(path, episodes)
+
+
+def test_several_answers_at_one_place_count_as_their_mean(tmp_path: Path) -> None:
+    (request,) = requests = made(1)
+    episodes, path = recorded_in(tmp_path, requests), tmp_path / "labels.jsonl"
+    answers = [(None, 1), (None, 1), (None, 0), (None, 1), (5, 1), (5, 0), (9, 1)]
+    rows = [{"request_id": request.request_id, "think_tokens": at, "correct": right} for at, right in answers]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    judge = from_labels(path, episodes)
+    assert (judge.natural.tolist(), judge.think_tokens.tolist(), judge.right.tolist()) == ([0.75], [5, 9], [0.5, 1.0])
+
+
+def test_a_line_of_labels_ends_with_a_line_feed_alone(tmp_path: Path) -> None:
+    """JSON allows other line separators within a string."""
+    requests = made(1)
+    path, episodes = labelled(tmp_path, requests)
+    rows = [row | {"group": "a\u2028b\x85c"} for row in requests[0].labels()]
+    path.write_text("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    assert from_labels(path, episodes).groups == ("a\u2028b\x85c",)
+
+
 @pytest.mark.parametrize("prefix", ["", "chatcmpl-"])
 def test_labels_may_leave_out_what_vllm_adds_to_an_id(tmp_path: Path, prefix: str) -> None:
     requests = made(3)
