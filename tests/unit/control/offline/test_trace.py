@@ -287,7 +287,7 @@ def test_several_models_under_one_name(path: Path, tmp_path: Path) -> None:
 )
 def test_in_how_many_ways_requests_were_probed(path: Path, changed: dict[str, Any], probings: int) -> None:
     made = traces.records([traces.made_up(n) for n in range(9)], at_once=1)
-    given = {"revision": 2, "policy": to_proto(Policy.model_validate(changed))}
+    given = fleet_pb2.TracedPolicy(revision=2, policy=to_proto(Policy.model_validate(changed)))
     made.insert(len(made) // 2, fleet_pb2.TraceRecord(session_id="s", policy=given))
     assert collect([traces.write(path, made)]).probings == probings
 
@@ -296,7 +296,7 @@ def test_the_newest_policy_is_that_of_the_newest_revision(path: Path) -> None:
     """An engine that refuses the newest revision is given an older one each time that it connects."""
     made = traces.records([traces.made_up(0)])
     for revision, cap in ((7, 700), (6, 600)):
-        given = {"revision": revision, "policy": to_proto(policy(scheduler={"max_think_tokens": cap}))}
+        given = fleet_pb2.TracedPolicy(revision=revision, policy=to_proto(policy(scheduler={"max_think_tokens": cap})))
         made.append(fleet_pb2.TraceRecord(session_id="s", policy=given))
     newest = collect([traces.write(path, made)]).policy
     assert newest is not None
