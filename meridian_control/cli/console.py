@@ -5,6 +5,7 @@ The module knows no command, and uses one thread and blocking calls. All text th
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import grpc
 import tomli_w
@@ -47,11 +48,15 @@ from meridian_control.offline.trace_file import FileError
 
 # More than the control plane waits for its database, so that the answer names a database that hangs.
 CALL_TIMEOUT_S = 15.0
+# Seconds for which a command that waits goes on while the control plane cannot be reached, because servers close
+# streams and restart, and seconds between two tries.
+RECONNECT_S, RETRY_S = 30.0, 0.5
 # Seconds between two outputs of a command that watches.
 WATCH_S = 2.0
 # Largest message that the client accepts; one WatchFleet response carries the whole fleet.
 MAX_MESSAGE_BYTES = 64 << 20
 PIPED_WIDTH = 200
+T = TypeVar("T")
 # Columns of the terminal that the name of a row takes at most.
 NAME_WIDTH = 80
 # Largest number of a revision, a freeze or a rollout.
@@ -321,7 +326,8 @@ def connect(context: typer.Context) -> Iterator[Client]:
 
 
 def watched(show: Callable[[], object], is_repeated: bool) -> None:
-    """Print what `show` prints, and again every WATCH_S seconds until Ctrl-C if that is wanted."""
+    """Print what `show` prints, and again every WATCH_S seconds until Ctrl-C if that is wanted, however long the
+    control plane then cannot be reached."""
     show()
     while is_repeated:
         try:
@@ -329,7 +335,24 @@ def watched(show: Callable[[], object], is_repeated: bool) -> None:
         except KeyboardInterrupt:
             return
         say("")
-        show()
+        try:
+            show()
+        except typer.Exit as error:
+            if error.exit_code != UNREACHABLE:
+                raise
+
+
+def patient(ask: Callable[[], T], most_s: float = math.inf) -> T:
+    """Return an answer for a command that waits. While the control plane cannot be reached, ask again for RECONNECT_S,
+    or for `most_s` if that is less. Raises grpc.RpcError."""
+    deadline = time.monotonic() + min(most_s, RECONNECT_S)
+    while True:
+        try:
+            return ask()
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() >= deadline:
+                raise
+        time.sleep(RETRY_S)
 
 
 @contextmanager

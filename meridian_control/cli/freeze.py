@@ -5,6 +5,7 @@ The module uses the control plane only through its gRPC API, on one thread with 
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -27,6 +28,7 @@ from meridian_control.cli.console import (
     not_empty,
     one_id,
     pages,
+    patient,
     say,
     show,
     stamp_text,
@@ -82,7 +84,7 @@ def _wait_for_confirmations(client: Client, stored: freeze_pb2.StoredFreeze, wai
     """Print how many engines have confirmed a freeze; exit with FAILED unless all that are expected have."""
     began = time.monotonic()
     while True:
-        known, unreachable = all_engines(client)
+        known, unreachable = patient(partial(all_engines, client), began + wait_s - time.monotonic())
         meant = [engine for engine in known if _is_meant(engine, stored)]
         wanted = connected(meant)
         missing = [

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -37,6 +38,7 @@ from meridian_control.cli.console import (
     new_table,
     not_empty,
     pages,
+    patient,
     reported,
     say,
     show,
@@ -304,7 +306,7 @@ def wait(
         # The call fails if the revision was never stored, so that no engine could apply it.
         wanted = current(client, revision or 0).revision
         while True:
-            listed, unreachable = all_engines(client)
+            listed, unreachable = patient(partial(all_engines, client), deadline - time.monotonic())
             live, missing = connected(listed), expected.missing(listed, unreachable)
             behind = [engine for engine in live if engine.acked_revision < wanted]
             if not behind and not missing:

@@ -5,6 +5,7 @@ rollout plan. The module uses one thread and blocking calls.
 """
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,7 @@ from meridian_control.cli.console import (
     first,
     new_table,
     one_id,
+    patient,
     say,
     show,
     show_value,
@@ -117,7 +119,7 @@ def rollout_status(
         stored = _rollout(client, rollout)
         while wait and stored.state in (rollout_pb2.ROLLOUT_STATE_RUNNING, rollout_pb2.ROLLOUT_STATE_PAUSED):
             time.sleep(POLL_INTERVAL_S)
-            stored = _rollout(client, stored.rollout_id)
+            stored = patient(partial(_rollout, client, stored.rollout_id))
     _print(stored, output)
     if wait and stored.state != rollout_pb2.ROLLOUT_STATE_COMPLETED:
         fail(FAILED, f"rollout {stored.rollout_id} is {_word(stored)}")

@@ -9,9 +9,10 @@ import queue
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import typer
@@ -20,11 +21,14 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from meridian_control.cli.console import INVALID, connect, console, fail, say
+from meridian_control.cli.console import INVALID, RECONNECT_S, RETRY_S, Client, connect, console, fail, say
 from meridian_control.cli.expected import NO_ENGINE
 from meridian_control.cli.tables import engine_table, request_table
 
 KEY_POLL_S = 0.1
+# Stands for an update that has not come, because the stream has ended.
+NONE_CAME = fleet_pb2.WatchFleetResponse()
+BROKEN = "The connection has ended, and is made again; this was the fleet before:"
 
 
 def top(
@@ -38,26 +42,59 @@ def top(
     if not (screen or once):
         fail(INVALID, "top needs a terminal; --once prints the fleet as it is now")
     with connect(context) as client:
-        call = client.fleet.WatchFleet(request)
+        watch = _Watch(client, request)
         if once:
-            state = next(call)
-            call.cancel()
+            state = next(iter(watch))
+            watch.stop()
             if state.engines:
                 terminal.print(_view(state, terminal))
             else:
                 say(NO_ENGINE)
             return
         try:
-            with _until_q(call.cancel), Live(console=terminal, screen=screen, auto_refresh=False) as live:
-                for state in _newest(call):
-                    live.update(_view(state, terminal), refresh=True)
+            with _until_q(watch.stop), Live(console=terminal, screen=screen, auto_refresh=False) as live:
+                view = Group()
+                for state in _newest(watch):
+                    view = _view(state, terminal) if state is not NONE_CAME else view
+                    live.update(Group(BROKEN, view) if state is NONE_CAME else view, refresh=True)
         except KeyboardInterrupt:
             pass
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.CANCELLED:
-                raise
         finally:
-            call.cancel()
+            watch.stop()
+
+
+class _Watch:
+    """Yields the updates of the fleet until it is stopped. When a stream ends, NONE_CAME is yielded, and another stream
+    is begun, for RECONNECT_S if the control plane cannot be reached. Raises grpc.RpcError."""
+
+    def __init__(self, client: Client, request: fleet_pb2.WatchFleetRequest) -> None:
+        self._client, self._request = client, request
+        self._stopped = False
+        self._call: Any = None
+
+    def __iter__(self) -> Iterator[fleet_pb2.WatchFleetResponse]:
+        retry_until = 0.0
+        while not self._stopped:
+            self._call = self._client.fleet.WatchFleet(self._request)
+            if self._stopped:
+                self._call.cancel()
+            try:
+                for update in self._call:
+                    retry_until = time.monotonic() + RECONNECT_S
+                    yield update
+            except grpc.RpcError as error:
+                if self._stopped:
+                    return
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() >= retry_until:
+                    raise
+            if retry_until:
+                yield NONE_CAME
+            time.sleep(RETRY_S)
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._call is not None:
+            self._call.cancel()
 
 
 def _newest(call: Iterable[fleet_pb2.WatchFleetResponse]) -> Iterator[fleet_pb2.WatchFleetResponse]:

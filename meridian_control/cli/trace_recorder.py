@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from meridian.v1 import fleet_pb2
 
+from meridian_control.cli.console import RECONNECT_S, RETRY_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from meridian.v1 import fleet_pb2_grpc
 
     from meridian_control.offline.trace_file import TraceWriter
-
-# Seconds for which the recorder reconnects after a stream broke off, because servers close streams and restart.
-RECONNECT_S = 30.0
-RETRY_S = 0.5
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """meridianctl against a real server: PolicyService over a real store, and a FleetService whose fleet the test sets."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2_grpc
 from typer.testing import CliRunner, Result
 
@@ -24,7 +26,7 @@ from tests.fakes.migrated import migrated
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
-OK, FAILED, INVALID, UNREACHABLE = range(4)
+OK, FAILED, INVALID, UNREACHABLE, REFUSED = range(5)
 
 
 class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
@@ -39,7 +41,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.budgets = fleet_pb2.ListBudgetsResponse()
         self.self_calibrations = fleet_pb2.ListSelfCalibrationsResponse()
         self.refuses_self_calibrations = False
-        self.watch_ends = False
+        self.watch_end: grpc.StatusCode | None = None
         # The records that a recording gets, and the status with which the recording then ends; None leaves its stream
         # open.
         self.records: list[fleet_pb2.TraceRecord] = []
@@ -67,10 +69,10 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
     async def WatchFleet(  # noqa: N802
         self, request: fleet_pb2.WatchFleetRequest, context: Any
     ) -> AsyncIterator[fleet_pb2.WatchFleetResponse]:
-        while not self.watch_ends:
+        while self.watch_end is None:
             yield fleet_pb2.WatchFleetResponse(engines=self.engines, requests=self.requests)
             await asyncio.sleep(request.interval_ms / 1000)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+        await context.abort(self.watch_end, "going away")
 
     async def ExplainRequest(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise NotImplementedError
@@ -105,6 +107,34 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         if self.records_end is not None:
             await context.abort(self.records_end, "the end")
         await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def scripted(**answers: Sequence[Message | grpc.StatusCode]) -> AsyncIterator[str]:
+    """Yield the address of a server that answers each call of a method with the next message or status of its script,
+    and the last one again and again. Without a script the status is UNAVAILABLE."""
+
+    class Script(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+            left = scripts.setdefault(handler_call_details.method.rpartition("/")[2], [grpc.StatusCode.UNAVAILABLE])
+
+            async def answer(_: bytes, context: Any) -> Any:
+                told = left.pop(0) if len(left) > 1 else left[0]
+                if isinstance(told, Message):
+                    return told.SerializeToString()
+                return await context.abort(told, "no answer")
+
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    scripts = {method: list(script) for method, script in answers.items()}
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Script(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
 
 
 class Served(Protocol):

@@ -7,17 +7,23 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
-from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
+from meridian.v1 import agent_pb2, fleet_pb2, freeze_pb2, policy_pb2, rollout_pb2
 
+from meridian_control.cli import console, top
 from tests.contract.ctl import (
     CONNECTED,
     FAILED,
     INVALID,
     OK,
+    REFUSED,
+    UNREACHABLE,
     Control,
     engine,
+    run,
+    scripted,
 )
 
 
@@ -254,6 +260,82 @@ async def test_wait_for_engines_that_are_not_there(
     control.fleet.engines = [engine(e[0], int(e[-1] not in "<?#"), **fields.get(e[1:], {})) for e in engines]
     result = await control("wait", "--timeout", 0, *options)
     assert (result.exit_code, result.stdout + result.stderr) == (code, said)
+
+
+AWAY = grpc.StatusCode.UNAVAILABLE
+
+
+def listed(**fields: Any) -> fleet_pb2.ListEnginesResponse:
+    return fleet_pb2.ListEnginesResponse(engines=[engine("a", **fields)])
+
+
+def rollout(state: rollout_pb2.RolloutState.ValueType) -> rollout_pb2.GetRolloutResponse:
+    return rollout_pb2.GetRolloutResponse(rollout=rollout_pb2.Rollout(rollout_id=1, state=state))
+
+
+@pytest.mark.parametrize(
+    ("words", "script"),
+    [
+        (
+            "wait",
+            {
+                "GetPolicy": [policy_pb2.GetPolicyResponse(revision=policy_pb2.PolicyRevision(revision=1))],
+                "ListEngines": [listed(acked=0), AWAY, listed(acked=1)],
+            },
+        ),
+        (
+            "freeze --for 1m --reason x --wait 30",
+            {
+                "Freeze": [freeze_pb2.FreezeResponse(freeze=freeze_pb2.StoredFreeze(freeze_id=1))],
+                "ListEngines": [
+                    listed(acked=1),
+                    AWAY,
+                    listed(acked=1, freeze=fleet_pb2.EngineFreeze(freeze_ids=[1], confirmed=True)),
+                ],
+            },
+        ),
+        (
+            "rollout status --wait",
+            {
+                "GetRollout": [
+                    rollout(rollout_pb2.ROLLOUT_STATE_RUNNING),
+                    AWAY,
+                    rollout(rollout_pb2.ROLLOUT_STATE_COMPLETED),
+                ]
+            },
+        ),
+    ],
+)
+async def test_a_command_that_waits_goes_on_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch, words: str, script: dict[str, Any]
+) -> None:
+    async with scripted(**script) as target:
+        assert (await run(*shlex.split(words), server=target)).exit_code == OK
+    monkeypatch.setattr(console, "RECONNECT_S", 0.0)
+    async with scripted(**script) as target:
+        assert (await run(*shlex.split(words), server=target)).exit_code == UNREACHABLE
+
+
+async def test_watching_goes_on_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "WATCH_S", 0.0)
+    denied = grpc.StatusCode.PERMISSION_DENIED
+    async with scripted(ListEngines=[listed(acked=1), AWAY, listed(acked=1), denied]) as target:
+        watched = await run("engines", "--watch", server=target)
+    assert (watched.exit_code, watched.stdout.count("connected")) == (REFUSED, 2)
+    assert [line.partition(":")[0] for line in watched.stderr.splitlines()] == ["UNAVAILABLE", "PERMISSION_DENIED"]
+    async with scripted() as target:
+        assert (await run("engines", "--watch", server=target)).exit_code == UNREACHABLE
+
+
+async def test_top_ends_if_the_control_plane_stays_away(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "RECONNECT_S", 0.0)
+    with grpc.insecure_channel(control.address) as channel:
+        watch = top._Watch(console.Client(channel), fleet_pb2.WatchFleetRequest(interval_ms=1))
+        updates = iter(watch)
+        await asyncio.to_thread(next, updates)
+        control.fleet.watch_end = AWAY
+        with pytest.raises(grpc.RpcError):
+            await asyncio.to_thread(list, updates)
 
 
 async def test_budgets(control: Control) -> None:

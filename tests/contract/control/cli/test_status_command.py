@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import grpc
-from meridian.v1 import fleet_pb2, fleet_pb2_grpc
+from meridian.v1 import fleet_pb2
 
 from meridian_control.cli import console, status
 from meridian_control.storage import postgres
-from tests.contract.ctl import CONNECTED, UNREACHABLE, FakeFleet, engine
+from tests.contract.ctl import CONNECTED, UNREACHABLE, engine, scripted
 from tests.contract.ctl import run as run_here
 from tests.processes import MERIDIANCTL, Control, run
 
@@ -50,31 +49,15 @@ def test_a_control_plane_in_ten_lines(tmp_path: Path) -> None:
         control.process.stop()
 
 
-class NoStore(grpc.GenericRpcHandler):
-    """Answers every method as a control plane whose policy store does not answer."""
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
-        async def answer(_: bytes, context: Any) -> None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "policy store: no answer")
-
-        return grpc.unary_unary_rpc_method_handler(answer)
-
-
 async def test_a_policy_store_that_does_not_answer_hides_only_what_it_has() -> None:
-    server, fleet = grpc.aio.server(), FakeFleet()
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
-    server.add_generic_rpc_handlers((NoStore(),))
-    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    fleet.engines = [of("a", thinking=3)]
-    try:
+    engines = fleet_pb2.ListEnginesResponse(engines=[of("a", thinking=3)])
+    savings, budgets = fleet_pb2.GetSavingsResponse(), fleet_pb2.ListBudgetsResponse()
+    async with scripted(ListEngines=[engines], GetSavings=[savings], ListBudgets=[budgets]) as target:
         shown, told = await run_here("status", server=target), await run_here("status", "-o", "json", server=target)
-    finally:
-        await server.stop(0)
     assert (shown.exit_code, told.exit_code) == (UNREACHABLE, UNREACHABLE)
     lines = {line[:15].strip(): line[15:].strip() for line in shown.stdout.splitlines()}
     assert lines["engines"] == "1 connected"
-    why = "UNAVAILABLE: policy store: no answer"
+    why = "UNAVAILABLE: no answer"
     assert {name for name, text in lines.items() if text == f"not known: {why}"} == {"policy", "rollout", "freezes"}
     document = json.loads(told.stdout)
     assert document["not_known"] == {"policy": why, "rollout": why, "freezes": why}

@@ -26,7 +26,7 @@ from meridian_control.journal import jsonl_file as files
 from meridian_control.journal.log import DecisionLog
 from meridian_control.policy import formats as forms
 from tests.contract.clients import calling
-from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, ctl, engine, run
+from tests.contract.ctl import FAILED, INVALID, OK, REFUSED, ctl, engine, run
 from tests.contract.ctl import Control as FakeControl
 from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
 from tests.contract.streams import refusal
@@ -370,7 +370,7 @@ class Terminal:
         return self.process.returncode
 
 
-@pytest.mark.parametrize("how", ["q", "ctrl-c", "server gone"])
+@pytest.mark.parametrize("how", ["q", "ctrl-c", "refused"])
 async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None:  # noqa: F811
     """`top` shows engines and as many of the longest-thinking requests as fit, and leaves the terminal as it was."""
     fake_control.fleet.engines = [engine("engine-7", 1)]
@@ -386,11 +386,16 @@ async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None
         await until(lambda: terminal.reads(b"and 33 more"), 30)
         assert b"engine-7" in terminal.shown
         assert b"request-10" not in terminal.shown
+        # Servers close streams and restart.
+        fake_control.fleet.watch_end = grpc.StatusCode.UNAVAILABLE
+        await until(lambda: terminal.reads(b"The connection has ended"), 30)
+        fake_control.fleet.engines, fake_control.fleet.watch_end = [engine("engine-8", 1)], None
+        await until(lambda: terminal.reads(b"engine-8"), 30)
         if how == "q":
             os.write(terminal.master, b"q")
         elif how == "ctrl-c":
             terminal.process.send_signal(signal.SIGINT)
         else:
-            fake_control.fleet.watch_ends = True
-        assert await terminal.ends() == (UNREACHABLE if how == "server gone" else OK)
+            fake_control.fleet.watch_end = grpc.StatusCode.PERMISSION_DENIED
+        assert await terminal.ends() == (REFUSED if how == "refused" else OK)
         assert b"\x1b[?1049l" in terminal.shown, "the terminal's normal screen must be restored"
