@@ -128,8 +128,6 @@ async def assemble(
     interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> Parts:
     """Open the store and make all parts; `ending` closes them. Raises MeridianError, OSError or ValueError."""
-    if args.heartbeat and not 0.1 <= args.heartbeat <= 3600:
-        raise ValueError(f"--heartbeat must be 0, or from 0.1 to 3600 seconds; got {args.heartbeat:g}")
     access = Access(args.access, everybody=everybody_may_change(args))
     if not args.store.strip():
         raise ValueError("--store must name a SQLite file or a PostgreSQL database; got ''")

@@ -6,9 +6,9 @@ The module reads TLS files and does no other I/O, and does not know the services
 from __future__ import annotations
 
 import argparse
-import math
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from meridian_control import __version__
@@ -42,15 +42,21 @@ def file(text: str) -> Path:
     return Path(text)
 
 
-def share(text: str) -> float:
-    """Return a share in a flag. Raises ArgumentTypeError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 1; got {text!r}")
-    return value
+def _number(kind: type, is_meant: Callable[[Any], bool], must: str) -> Callable[[str], Any]:
+    """Return the type of a flag with a number of which `is_meant` holds. must: what the number must be."""
+
+    def read_number(text: str) -> Any:
+        with suppress(ValueError):
+            if is_meant(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {must}; got {text!r}")
+
+    return read_number
+
+
+share = _number(float, lambda value: 0 <= value <= 1, "from 0 to 1")
+count = _number(int, lambda value: value >= 1, "a whole number, at least 1")
+seconds = _number(float, lambda value: value == 0 or 0.1 <= value <= 3600, "0, or from 0.1 to 3600 seconds")
 
 
 def page_link(text: str) -> tuple[str, str]:
@@ -135,13 +141,13 @@ def _add_engines(p: argparse.ArgumentParser) -> None:
     group = p.add_argument_group("engines")
     group.add_argument(
         "--max-engines",
-        type=int,
+        type=count,
         default=CallLimits.engines,
         help="largest number of engines connected to this replica",
     )
     group.add_argument(
         "--heartbeat",
-        type=float,
+        type=seconds,
         default=HEARTBEAT_S,
         metavar="SECONDS",
         help="seconds without a message after which an agent sends a heartbeat, which is answered; less than the idle "
@@ -149,7 +155,7 @@ def _add_engines(p: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-engines-per-caller",
-        type=int,
+        type=count,
         help="largest number of engines of one principal, or of one host without authentication, connected to this "
         "replica; default: half of --max-engines",
     )
@@ -159,7 +165,7 @@ def _add_engines(p: argparse.ArgumentParser) -> None:
         ("--max-engines-mib", MemoryLimits.all, "all engines"),
     ):
         help_text = f"most memory in MiB for the requests of {whose} on this replica; default: %(default)s"
-        group.add_argument(name, type=int, default=default >> 20, help=help_text)
+        group.add_argument(name, type=count, default=default >> 20, help=help_text)
 
 
 def _add_policy(p: argparse.ArgumentParser) -> None:
@@ -224,22 +230,14 @@ def _add_records(p: argparse.ArgumentParser) -> None:
 
 
 def engine_limits(args: argparse.Namespace) -> CallLimits:
-    """Return the limits on calls. Raises ValueError."""
-    engines = args.max_engines
-    of_caller = max(1, engines // 2) if args.max_engines_per_caller is None else args.max_engines_per_caller
-    for flag, value in (("--max-engines", engines), ("--max-engines-per-caller", of_caller)):
-        if value < 1:
-            raise ValueError(f"{flag} must be at least 1; got {value}")
-    return CallLimits(engines=engines, engines_of_caller=of_caller)
+    """Return the limits on calls."""
+    of_caller = args.max_engines_per_caller or max(1, args.max_engines // 2)
+    return CallLimits(engines=args.max_engines, engines_of_caller=of_caller)
 
 
 def memory_limits(args: argparse.Namespace) -> MemoryLimits:
-    """Return the bounds of the memory that sessions take. Raises ValueError."""
-    limits_mib = {"stream": args.max_stream_mib, "caller": args.max_caller_mib, "engines": args.max_engines_mib}
-    for name, mib in limits_mib.items():
-        if mib < 1:
-            raise ValueError(f"--max-{name}-mib must be at least 1; got {mib}")
-    return MemoryLimits(*(mib << 20 for mib in limits_mib.values()))
+    """Return the bounds of the memory that sessions take."""
+    return MemoryLimits(args.max_stream_mib << 20, args.max_caller_mib << 20, args.max_engines_mib << 20)
 
 
 def bindable(address: str) -> str:

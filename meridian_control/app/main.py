@@ -49,8 +49,6 @@ def traces(endpoint: str | None, ratio: float) -> Iterator[Callable[[Life], None
     if not endpoint:
         yield None
         return
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"--trace-ratio must be from 0 to 1; got {ratio}")
     try:
         from meridian_control.telemetry.request_traces import Tracing
     except ImportError as error:

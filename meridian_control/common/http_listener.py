@@ -78,7 +78,6 @@ class HttpListener:
 
     def __init__(self, app: web.Application, hosts: Iterable[str] = (), **options: Any) -> None:
         self._further = tuple(hosts)
-        self._hosts = Hosts("", hosts)
         app.middlewares.append(self._checked)
         self._runner = web.AppRunner(app, access_log=None, **options)
         self._server: asyncio.Server | None = None

@@ -293,7 +293,6 @@ async def test_a_busy_port(own: Process, which: str, flag: str) -> None:
         ("--policy {0}/bad.toml", "{0}/bad.toml:2: entropy.ema_alpha must be in (0, 1]; got 1.5"),
         ("--policy {0}/none.toml", "{0}/none.toml: is not a file"),
         ("--listen localhost", "an address must be host:port or :port; got 'localhost'"),
-        ("--max-engines 0", "--max-engines must be at least 1; got 0"),
         ("--store {0}", "policy store: unable to open database file"),
         # Without TLS no caller could prove who it is.
         (

@@ -52,12 +52,26 @@ def test_removed_flags_name_what_to_use_instead(flags: list[str], capsys: pytest
     assert "is gone: let the OpenTelemetry collector scrape /metrics" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ratio", ["nan", "2", "-0.1", "all"])
-def test_a_share_is_from_0_to_1(ratio: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parser().parse_args([f"--trace-ratio={ratio}"])
-    assert f"--trace-ratio: must be from 0 to 1; got '{ratio}'" in capsys.readouterr().err
-    assert parser().parse_args(["--trace-ratio=1"]).trace_ratio == 1
+@pytest.mark.parametrize(
+    ("flag", "refused", "must", "taken"),
+    [
+        ("trace-ratio", ("nan", "2", "-0.1", "all"), "from 0 to 1", (0, 1)),
+        ("heartbeat", ("nan", "0.05", "-1", "inf", "no"), "0, or from 0.1 to 3600 seconds", (0, 0.1, 3600)),
+        *(
+            (flag, ("0", "-1", "1.5", "all"), "a whole number, at least 1", (1, 2**40))
+            for flag in ("max-engines", "max-engines-per-caller", "max-stream-mib", "max-caller-mib", "max-engines-mib")
+        ),
+    ],
+)
+def test_numbers_have_limits(
+    flag: str, refused: tuple[str, ...], must: str, taken: tuple[float, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in refused:
+        with pytest.raises(SystemExit):
+            parser().parse_args([f"--{flag}={text}"])
+        assert f"--{flag}: must be {must}; got '{text}'" in capsys.readouterr().err
+    for value in taken:
+        assert vars(parser().parse_args([f"--{flag}={value}"]))[flag.replace("-", "_")] == value
 
 
 def test_links_on_the_page_have_names() -> None:
