@@ -40,6 +40,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "off": {"entropy": {"enabled": False}},
 }
 FROZEN = "frozen"
+# Goals under the default policy by the number of running requests: processor time over stock's, and throughput.
+GOALS_US, GOALS = {1: 40, 16: 60, 64: 100, 256: 250}, {16: 0.985, 64: 0.99}
 # Tokens of a prompt, and those of a request that thinks shortly, whose window lasts from its arrival to its end.
 PROMPT_TOKENS, SHORT_TOKENS = 24, 128
 # Requests that think long have arrived so many steps before a window, in which none arrives or ends. Windows are short,
@@ -268,6 +270,12 @@ def _line(session: Session, sizes: list[int]) -> dict[str, Any]:
         """Return the governed engine's throughput over stock's."""
         return runs.ratio(STOCK, GOVERNED, "step_us", _case(SMALL, size, "default"))
 
+    for size, most_us in GOALS_US.items():
+        if size in sizes:
+            session.goal(f"µs a step more than stock, {size} running", f"<= {most_us}", extra(size, "default"), 0)
+    for size, least in GOALS.items():
+        if size in sizes:
+            session.goal(f"throughput over stock's, {size} running", f">= {least}", faster(size))
     meters = {size: runs.median(GOVERNED, "meter_us", _case(SMALL, size, "default")).value for size in sizes}
     return {
         "extra_us": {str(size): extra(size, "default").rounded(0) for size in sizes},

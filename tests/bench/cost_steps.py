@@ -37,6 +37,8 @@ NEUTRAL: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}
 HOOKS = {"before schedule": True, "after schedule": True, "mask": False, "after update": True, "requests": True}
 STOCK = ("schedule", "update")
 STEPS_MS = 10.0
+# Goals of the agent's time over stock's, by case.
+GOALS = {"16 short": 0.15, "64 long": 0.06, "256 long": 0.03}
 ARMS = AGENT, STOCK_ARM = "agent", "stock"
 # The figures of stock are those of its own code, and the figures of the agent those of the agent's part. "waited": what
 # the step waits for; "worker": of the agent the observer's calls, of stock the worker's whole step.
@@ -348,6 +350,9 @@ async def measure(session: Session) -> dict[str, Any]:
     finally:
         running.close()
     ratios = {case: runs.ratio(AGENT, STOCK_ARM, "us", case).rounded(3) for case in runs.cases()}
+    for case, most in GOALS.items():
+        if case in ratios:
+            session.goal(f"agent's time over stock's, {case}", f"<= {most}", runs.ratio(AGENT, STOCK_ARM, "us", case))
     probes_s, decode_s = sum(f["probe_share"] * f["decode_s"] for f in shares), sum(f["decode_s"] for f in shares)
     return {
         "agent_of_stock": {case.split()[0]: ratio for case, ratio in ratios.items() if case.endswith("long")},

@@ -114,6 +114,11 @@ async def bench(session: Session) -> dict[str, Any]:
     measured, *cases = (case for case, *_ in kinds)
     for title, columns in COLUMNS.items():
         session.table(title, text, columns, "", [*cases, measured])
+    for case, *_ in kinds:
+        for replicas in given.replicas:
+            for figure, wanted, digits in (("engines_per_core", ">= 150", 0), ("mb_per_engine", "<= 0.3", 3)):
+                arm = f"{replicas} replicas"
+                session.goal(f"{figure}, {case}, {arm}", wanted, runs.median(arm, figure, case), digits)
     last = runs.all[-1].figures
     return {
         "engines": max(given.engines),
