@@ -80,16 +80,21 @@ class Inbox:
 
     def put(self, directives: agent_pb2.Directives) -> None:
         """Add a message, in parts if it is large. A message without a decision is only noted as answered, unless
-        another message waits before it. An idle engine leaves the mark of a new stream where it is, for hours."""
-        waiting = len(self.messages) - self.new_stream_waits()
-        if waiting > 0 or len(directives.ListFields()) > (directives.step > 0):
-            parts = [*parts_of(directives, PART_DECISIONS)]
-            self._in += sum(map(decisions_in, parts))
-            # All parts at once, because `is_over` looks for the next one.
-            self.messages.extend(parts)
-            self._lease.call_for_attention()
-        else:
-            self.answered_step = directives.step
+        another message waits before it; of several such messages in a row the newest one waits."""
+        if _is_empty(directives):
+            if not self.messages:
+                self.answered_step = directives.step
+                return
+            # The engine's thread may take out the last message meanwhile.
+            with contextlib.suppress(IndexError):
+                if (last := self.messages[-1]) is not None and _is_empty(last):
+                    self.messages[-1] = directives
+                    return
+        parts = [*parts_of(directives, PART_DECISIONS)]
+        self._in += sum(map(decisions_in, parts))
+        # All parts at once, because `is_over` looks for the next one.
+        self.messages.extend(parts)
+        self._lease.call_for_attention()
 
     def too_much(self, decisions: int, elsewhere: int) -> bool:
         """Return whether too much waits: more decisions, with these added, or more messages than any engine needs.
@@ -120,3 +125,7 @@ class Inbox:
             if frozen:
                 directives.ClearField("plan")
         return report if report.outcomes else None
+
+
+def _is_empty(directives: agent_pb2.Directives) -> bool:
+    return len(directives.ListFields()) <= (directives.step > 0)

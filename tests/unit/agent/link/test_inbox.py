@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.link.inbox import PART_DECISIONS, Inbox
+from meridian_agent.link.inbox import INBOX_MESSAGES, PART_DECISIONS, Inbox
 from meridian_agent.link.lease import Lease
 
 
@@ -22,14 +23,15 @@ def test_a_message_is_over_with_its_last_part() -> None:
     assert over == [(7, False), (7, False), (7, True), (8, True)]
 
 
-def test_answers_to_the_heartbeats_of_an_idle_engine_do_not_pile_up() -> None:
-    """Nobody takes the mark of the new stream out before the engine's next step, which may be hours away."""
+@pytest.mark.parametrize("plan", [None, agent_pb2.DispatchPlan(think_per_step=2)])
+def test_an_idle_engine_keeps_one_of_the_answers_to_its_heartbeats(plan: agent_pb2.DispatchPlan | None) -> None:
+    """It makes no step that takes out the mark of the stream, or a plan, so that the answers wait behind these."""
     inbox = Inbox(Lease(lambda: 0.0))
     inbox.begin()
-    for _ in range(3):
-        inbox.put(agent_pb2.Directives(step=7))
-    assert [*inbox.messages] == [None]
-    assert inbox.answered_step == 7
-    inbox.put(agent_pb2.Directives(step=8, caps=[agent_pb2.ThinkCap(decision_id=1)]))
-    inbox.put(agent_pb2.Directives(step=9))
-    assert [message and message.step for message in inbox.messages] == [None, 8, 9]
+    if plan is not None:
+        inbox.put(agent_pb2.Directives(step=1, plan=plan))
+    for step in range(INBOX_MESSAGES):
+        inbox.put(agent_pb2.Directives(step=step))
+        assert not inbox.too_much(0, 0)
+    steps = [message and message.step for message, _ in [inbox.take() for _ in range(len(inbox.messages))]]
+    assert steps == [None, *[1] * (plan is not None), INBOX_MESSAGES - 1]
