@@ -19,7 +19,7 @@ from meridian_control.offline.calibrated_policy import floor_of, policy_of
 from meridian_control.offline.candidates import give_ups, loosened, paired, single_rules
 from meridian_control.offline.correctness import RIGHT
 from meridian_control.offline.halves import halved
-from meridian_control.offline.rule_replay import CAP, SIGNALS, Replay, StoppingRule, Stops, either
+from meridian_control.offline.rule_replay import CAP, SIGNALS, SOFT, Replay, StoppingRule, Stops, either
 from meridian_control.offline.separation import Separation, scores, separation
 from meridian_control.offline.statistics import (
     Interval,
@@ -163,9 +163,10 @@ def calibrate(
     ]
     good = {s.signal for s in separations if s.separates}
 
-    tried = {
-        family: halves.tried(rules) for family, rules in single_rules(replay, fit).items() if family in {*families, CAP}
-    }
+    scheduler = replay.base.scheduler
+    # Soft close acts with the scheduler's section, which calibration leaves as it is.
+    offered = {*families, CAP} - (set() if scheduler.enabled and not scheduler.shadow else {SOFT})
+    tried = {family: halves.tried(rules) for family, rules in single_rules(replay, fit).items() if family in offered}
     usable = [family for family in tried if (unattended or set(SIGNALS[family]) <= good) and family != CAP]
     cautious = {
         family: [t.rule for t in pareto(tried[family]) if t.harm <= PAIRED_LOSS * goal.max_loss] for family in usable

@@ -185,6 +185,14 @@ def test_a_signal_that_does_not_tell_is_switched_off_and_the_policy_keeps_what_i
     assert made_of.entropy.rpdi_window_tokens == base.entropy.rpdi_window_tokens
 
 
+@pytest.mark.parametrize("switch", [{"shadow": True}, {"enabled": False}])
+def test_a_soft_close_that_would_not_act_is_not_recommended(tmp_path: Path, switch: dict[str, bool]) -> None:
+    requests = made(eat="blind", same="noise")
+    assert SOFT in calibrate(replay(tmp_path, requests), GOAL).tried
+    found = calibrate(replay(tmp_path / "off", requests, base=policy(scheduler=switch)), GOAL)
+    assert not [family for family in found.tried if SOFT in family]
+
+
 # ------------------------------------------------------------------------------------------------------------ groups
 
 
