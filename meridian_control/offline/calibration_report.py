@@ -86,7 +86,7 @@ def sentences(result: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
     yield (
         f"{judged} of {len(episodes.seen)} requests can be judged; a request thinks for "
         f"{episodes.natural_tokens.mean():.0f} tokens on average. Rules were chosen on one half of the requests; all "
-        f"figures are from the other half, with {percent(goal.confidence, 0)} confidence intervals."
+        f"figures are from the other half, with {100 * goal.confidence:g} % confidence intervals."
     )
     if result.groups:
         yield (
@@ -150,8 +150,8 @@ def recommendation(result: Calibration, goal: Goal) -> str:
     if best is None:
         return (
             "Nothing is recommended: on the half on which rules are chosen, no rule whose signal separates saves "
-            f"thinking at a loss of at most {percent(goal.max_loss / 2)}, half of the allowed loss, with an upper "
-            f"bound of at most {percent(goal.max_loss)}. {_needed_at_best(result, goal)} The policy stays in shadow."
+            f"thinking at a loss of at most {_points(goal.max_loss / 2)} %, half of the allowed loss, with an upper "
+            f"bound of at most {_points(goal.max_loss)} %. {_needed_at_best(result, goal)} The policy stays in shadow."
         )
     figures = best.held_out
     text = (
@@ -161,7 +161,7 @@ def recommendation(result: Calibration, goal: Goal) -> str:
         f"The stop made {figures.harmful} of {figures.requests} requests wrong. The rule costs at most "
         f"{_bound(figures)} points of accuracy with {_confidence(goal)}"
     )
-    allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
+    allowed = f"the allowed {_points(goal.max_loss)}"
     if result.confirmed:
         text += f", which is within {allowed}."
     else:
@@ -180,7 +180,7 @@ def second_threshold(result: Calibration, replay: Replay, goal: Goal) -> str:
             return text + "without labels every answer that would still have changed counts as harm."
         return text + (
             f"on the half on which rules are chosen, none that saves more keeps the upper bound of the harm within "
-            f"{percent(goal.max_loss)} together with the best rule. {_needed_at_best(result, goal)}"
+            f"{_points(goal.max_loss)} % together with the best rule. {_needed_at_best(result, goal)}"
         )
     figures, first = second.together.held_out, result.best
     text = f"Second threshold, for thinking that will not converge: {second.rule}. "
@@ -193,7 +193,7 @@ def second_threshold(result: Calibration, replay: Replay, goal: Goal) -> str:
         f" and gives up {second.given_up} of {figures.requests} requests. {'Both cost' if first else 'It costs'} at "
         f"most {_bound(figures)} points of accuracy with {_confidence(goal)}, "
     )
-    allowed = f"the allowed {points_of(goal.max_loss)[1:]}"
+    allowed = f"the allowed {_points(goal.max_loss)}"
     if second.in_force:
         return text + f"which is within {allowed}."
     if second.proved:
@@ -207,8 +207,13 @@ def _bound(figures: Figures) -> str:
     return f"{100 * figures.harm_bound:.2f}"
 
 
+def _points(loss: float) -> str:
+    """Spell a loss that the user has given, in percentage points, with all its digits."""
+    return str(round(100 * loss, 6))
+
+
 def _confidence(goal: Goal) -> str:
-    text = f"{percent(goal.confidence, 0)} confidence"
+    text = f"{100 * goal.confidence:g} % confidence"
     if goal.attempt:
         text += f" over all attempts (this is attempt {goal.attempt})"
     return text

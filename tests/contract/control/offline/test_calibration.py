@@ -309,3 +309,9 @@ def test_a_rule_that_the_other_half_does_not_prove_stays_in_shadow(tmp_path: Pat
     assert "which exceeds the allowed 10.0, so the policy stays in shadow: the loss is not proved to be small" in told
     written = frontier.report(found, replayed, GOAL)
     assert (written["recommended"], written["best"]["rule"]) == (None, str(found.best.rule))
+    for loss, confidence, said in (
+        (0.0125, 0.995, ("99.5 % confidence", "the allowed 1.25,")),
+        (0.0004, 0.999, ("99.9 % confidence", "the allowed 0.04,")),
+    ):
+        told = frontier.recommendation(found, Goal(loss, confidence))
+        assert [text for text in said if text in told] == [*said]
