@@ -9,6 +9,7 @@ worse. All functions are pure.
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.disagg_schema import DisaggPolicy
     from meridian_control.policy.loop_schema import LoopPolicy
-    from meridian_control.policy.model import Policy
+    from meridian_control.policy.model import Override, Policy
     from meridian_control.policy.schema import EntropyPolicy, KvMemoryPolicy, SchedulerPolicy
     from meridian_control.policy.shortening_schema import StagedEntry
 
@@ -43,17 +44,18 @@ NEEDS = {
     "kv_memory": {"think_phase_memory_fraction": "dispatch"},
 }
 
-
+# Signs of a glob.
+GLOB = re.compile(r"[*?[]")
 # Field of Hello with the engine's own reason for lacking a capability.
 REASONS = {"preempt": "no_preempt", "hand_over": "no_hand_over", "answer_handed_over": "no_answer_handed_over"}
 
 
 def missing(policy: Policy, hello: agent_pb2.Hello) -> str:
     """Describe, for people, the fields that need capabilities which this engine lacks; empty if there are none."""
-    lacking: dict[str, list[str]] = {}
+    lacking: dict[str, dict[str, None]] = {}
     for path, capability in _asked(policy, hello):
         if not getattr(hello.capabilities, capability):
-            lacking.setdefault(capability, []).append(path)
+            lacking.setdefault(capability, {})[path] = None
     unmet = [
         f"the engine lacks {name}, needed for {', '.join(paths)}{_reason(hello, name)}"
         for name, paths in lacking.items()
@@ -84,6 +86,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     yield from _handovers(policy.disagg, hello)
     yield from _shorteners(policy, hello)
     yield from _preempts("preemption", policy.preemption, policy)
+    earlier: list[Override] = []
     for index, override in enumerate(policy.override):
         # The names of adapters are only known from their requests, so only the engine's own model is compared.
         is_of_model = not override.model or fnmatchcase(hello.model, override.model)
@@ -93,12 +96,33 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
             own = policy.scheduler.model_copy(update=changes)
             asked = _set("scheduler", own, f"override[{index}].scheduler")
             yield from ((path, capability) for path, capability in asked if path.rpartition(".")[2] in changes)
-        if changes := override.changes("entropy"):
-            yield from _rules(f"override[{index}].entropy", policy.entropy.model_copy(update=changes))
-        loop = policy.loop.model_copy(update=override.changes("loop"))
-        if loop != policy.loop:
-            yield from _loop_rule(f"override[{index}].loop", loop)
+        for overrides in ([override], _together(earlier, override)):
+            entropy = {name: value for each in overrides for name, value in each.changes("entropy").items()}
+            if override.changes("entropy"):
+                yield from _rules(f"override[{index}].entropy", policy.entropy.model_copy(update=entropy))
+            changed = {name: value for each in overrides for name, value in each.changes("loop").items()}
+            loop = policy.loop.model_copy(update=changed)
+            if override.changes("loop") and loop != policy.loop:
+                yield from _loop_rule(f"override[{index}].loop", loop)
+        earlier.append(override)
         yield from _preempts(f"override[{index}].preemption", override.preemption, policy)
+
+
+def _together(earlier: list[Override], override: Override) -> list[Override]:
+    """Return an override with the newest earlier ones that may apply to the same requests, in order."""
+    chosen = [override]
+    for other in reversed(earlier):
+        if all(_may_meet(other, each) for each in chosen):
+            chosen.insert(0, other)
+    return chosen
+
+
+def _may_meet(one: Override, other: Override) -> bool:
+    """Whether one request may match two overrides. Of names without globs, only equal ones match one request."""
+    pairs = [
+        (getattr(one, name), getattr(other, name)) for name in ("model", "tenant", "slo_class", "effort", "traffic")
+    ]
+    return all(a == b or not (a and b) or GLOB.search(a + b) for a, b in pairs)
 
 
 def _set(name: str, section: SchedulerPolicy | KvMemoryPolicy, path: str) -> Iterator[tuple[str, str]]:

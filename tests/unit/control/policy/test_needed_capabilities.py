@@ -93,6 +93,9 @@ EAT = "entropy.eat_level_threshold_nats"
 ENTROPY = lacks(eat_probe=EAT, force_end=f"{EAT}, entropy.rpdi_threshold", token_entropy="entropy.rpdi_threshold")
 FOUND = {"traffic": "org/m#00ff#chat", "entropy": {**IN_FORCE, "rpdi_threshold": 0.0}}
 FOUND_ASKS = lacks(**dict.fromkeys(("eat_probe", "force_end"), "override[0].entropy.eat_level_threshold_nats"))
+RPDI_OFF = {**IN_FORCE, "rpdi_threshold": 0.0, "eat_level_threshold_nats": 0.0}
+LACKS_ENTROPY = {"capabilities": lacking("token_entropy")}
+RPDI_TOGETHER = lacks(token_entropy="override[1].entropy.rpdi_threshold")
 NO_RULE = {**IN_FORCE, "eat_level_threshold_nats": 0.0, "rpdi_threshold": 0.0}
 UNDER_PRESSURE = lacks(**dict.fromkeys(("eat_probe", "force_end", "token_entropy"), "pressure[0].entropy_in_force"))
 QUEUEING = lacks(queueing_time="pressure[0].queueing_p99_ms")
@@ -131,6 +134,30 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(
         ({"override": [{**match, "entropy": IN_FORCE}]}, ZONE_A, "")
         for match in ({"model": "other-*"}, {"engine_labels": {"zone": "b"}})
+    ),
+    # Overrides ask together where one request may match both.
+    *(
+        (
+            {"override": [{**first, "entropy": RPDI_OFF}, {**second, "entropy": {"rpdi_threshold": 2.0}}]},
+            LACKS_ENTROPY,
+            said,
+        )
+        for first, second, said in (
+            ({"tenant": "a"}, {"slo_class": "chat"}, RPDI_TOGETHER),
+            ({"tenant": "a"}, {"tenant": "*"}, RPDI_TOGETHER),
+            ({"tenant": "a"}, {"tenant": "a"}, RPDI_TOGETHER),
+            ({"tenant": "a"}, {"tenant": "b"}, ""),
+        )
+    ),
+    (
+        {
+            "override": [
+                {"tenant": "a", "loop": {"shadow": False, "enabled": False}},
+                {"effort": "low", "loop": {"enabled": True}},
+            ]
+        },
+        {},
+        lacks(force_end="override[1].loop.enabled"),
     ),
     # A rule that self-calibration has found asks the engines of its model, also for an adapter of the model.
     *(
