@@ -47,11 +47,13 @@ def policy_of(
     Without a rule in force, the entropy section is in shadow, and only the rules whose signals do not separate are off.
     good: the signals that separate right from wrong stops. requests: numbers of the judged requests. unit: number of
     each judged request's group, or of the request itself, [requests]. second: the give-up rule, and whether it is in
-    force; it is in shadow if not.
+    force; it is in shadow if not, or left out beside a rule without probes, because its probes would cost tokens.
     """
     values = replay.base.model_dump(mode="json", exclude_none=True)
     entropy, scheduler = values["entropy"], values["scheduler"]
     acts = second is not None and second[1]
+    if rule is not None and not acts and not PROBED & {part.family for part in rule.parts}:
+        second = None
     entropy["enabled"], entropy["shadow"] = True, rule is None and not acts
     entropy |= {f"{signal}_reference": [] for signal in DESCRIBED}
     on = {GROUPS[part.family] for part in rule.parts} if rule else set()

@@ -198,7 +198,10 @@ def second_threshold(result: Calibration, replay: Replay, goal: Goal) -> str:
         return text + f"which is within {allowed}."
     if second.proved:
         return text + f"which is within {allowed}, but the best rule is not recommended, so the second stays in shadow."
-    return text + f"which exceeds {allowed}, so the second threshold stays in shadow: {_unproved(result, goal)}"
+    stays = (
+        "stays in shadow" if result.policy.entropy.give_up_tokens else "is left out, as its probes would cost tokens"
+    )
+    return text + f"which exceeds {allowed}, so the second threshold {stays}: {_unproved(result, goal)}"
 
 
 def _bound(figures: Figures) -> str:

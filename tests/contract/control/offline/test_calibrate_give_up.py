@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from meridian_control.cli.main import app
 from meridian_control.common.inference import binomial_upper
 from meridian_control.engine.request_table import RequestTable
+from meridian_control.offline.calibrated_policy import policy_of
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.calibration_report import report, second_threshold
-from meridian_control.offline.candidates import give_ups, loosened
+from meridian_control.offline.candidates import give_ups, loosened, single_rules
 from meridian_control.offline.correctness import from_labels, from_probes
 from meridian_control.offline.halves import first_half
 from meridian_control.offline.rule_replay import EAT_SENTENCE, GIVE_UP, RANK, Replay, StoppingRule, either
@@ -183,6 +184,18 @@ def test_what_is_not_proved_on_the_other_half_stays_in_shadow(tmp_path: Path) ->
     assert entropy.give_up_tokens == found.second.rule.entropy["give_up_tokens"] > 0
     told = second_threshold(found, replayed, GOAL)
     assert "which exceeds the allowed 10.0, so the second threshold stays in shadow: the loss is not proved" in told
+
+
+@pytest.mark.parametrize(("family", "shadowed"), [(RANK, False), (EAT_SENTENCE, True)])
+def test_in_shadow_it_is_left_out_beside_a_rule_without_probes(tmp_path: Path, family: str, shadowed: bool) -> None:
+    """The figures of the first rule count no probes, so its policy must have none."""
+    replayed = replay(tmp_path, mixed(40))
+    requests = np.arange(len(replayed.episodes.ids))
+    rule = single_rules(replayed, requests)[family][3]
+    second = give_ups(replayed, requests, rule, 0)[0]
+    entropy = policy_of(replayed, rule, {"EAT", RANK}, requests, requests, second=(second, False)).entropy
+    assert (entropy.shadow, entropy.give_up_shadow, entropy.give_up_tokens > 0) == (False, True, shadowed)
+    assert (entropy.eat_probe_interval_tokens == 1) is shadowed
 
 
 def test_alone_it_may_be_in_force_while_every_other_rule_is_off(tmp_path: Path) -> None:
