@@ -4,7 +4,7 @@ The module knows nothing of engines, storage or gRPC. The module's values are im
 any thread.
 """
 
-import json
+import sys
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, NamedTuple, Optional, Self, TypeVar, get_origin
@@ -155,6 +155,17 @@ def matches_globs(entry: Any, who: Who) -> bool:
     return all(not glob or fnmatchcase(name, glob) for glob, name in pairs)
 
 
+def _is_storable(value: Any) -> bool:
+    """Whether both TOML and a Struct can hold a value of an extension: a Struct's numbers are floats."""
+    if isinstance(value, Mapping):
+        return all(map(_is_storable, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_storable, value))
+    if isinstance(value, int | float):
+        return abs(value) <= sys.float_info.max
+    return value is not None
+
+
 class Override(Section):
     """Other values of policy fields for the requests that the override matches."""
 
@@ -252,10 +263,8 @@ class Policy(Section):
     @field_validator("extension")
     @classmethod
     def _finite(cls, value: Mapping[str, Mapping[str, JsonValue]]) -> Mapping[str, Mapping[str, JsonValue]]:
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError:
-            raise PydanticCustomError("finite_number", "must have finite numbers only") from None
+        if not _is_storable(value):
+            raise PydanticCustomError("not_storable", "must have finite numbers only, and no null")
         return value
 
     @field_validator("budget", "pressure")

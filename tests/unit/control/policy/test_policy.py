@@ -25,6 +25,7 @@ from meridian_control.policy.formats import (
     load_config,
     merged,
     parse_toml,
+    parse_values,
     to_proto,
     to_stored_toml,
     to_toml,
@@ -381,6 +382,18 @@ def test_the_message_says_of_each_field_what_the_schema_says() -> None:
         for comment, field in re.findall(r"((?: *//[^\n]*\n)+) *[\w. ]+ (\w+) = \d+;", body[1]):
             said[field] = " ".join(line.strip(" /") for line in comment.splitlines())
         assert said == {field: info.description for field, info in model.model_fields.items()}
+
+
+@pytest.mark.parametrize("value", [None, [1, None], {"b": None}, 10**400, [-(10**400)]], ids=range(5))
+def test_an_extension_that_cannot_be_stored_is_refused(value: Any) -> None:
+    with pytest.raises(PolicyError, match=r"^extension must have finite numbers only, and no null"):
+        parse_values({"extension": {"e": {"a": value}}})
+
+
+@pytest.mark.parametrize("value", [True, "x", [1, 2.5, {"b": 2**600}], {"b": []}])
+def test_an_extension_that_can_be_stored_keeps_its_value(value: Any) -> None:
+    asked = parse_values({"extension": {"e": {"a": value}}})
+    assert from_proto(to_proto(asked)) == parse_toml(to_stored_toml(asked)) == asked
 
 
 @pytest.mark.parametrize(
