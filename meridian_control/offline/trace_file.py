@@ -121,6 +121,9 @@ def read(path: Path) -> Iterator[fleet_pb2.TraceRecord]:
                     return
                 if not record.session_id or record.WhichOneof("message") is None:
                     raise FileError(path, f" at byte {offset} (uncompressed)", "is not a record of a trace")
+                if record.up.HasField("hello"):
+                    # A recorder that connects again may have missed the rest of a snapshot.
+                    snapshots.pop(record.session_id, None)
                 if record.up.HasField("snapshot"):
                     if (snapshot := snapshots[record.session_id].take_part(record.up.snapshot)) is None:
                         continue

@@ -235,6 +235,15 @@ def parts_of_two_snapshots(made: list[fleet_pb2.TraceRecord]) -> list[fleet_pb2.
     return [*made, *(fleet_pb2.TraceRecord(session_id=made[0].session_id, up=part) for part in parts)]
 
 
+def test_a_recorder_that_connects_again_may_have_half_a_snapshot(path: Path) -> None:
+    made = traces.records([traces.made_up(n) for n in range(20)], at_once=4)
+    part, again = (agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=n, continues=n == 1)) for n in (1, 2))
+    middle = len(made) // 2
+    ups = part, agent_pb2.ConnectRequest(hello=hello()), again
+    made[middle:middle] = [fleet_pb2.TraceRecord(session_id=made[0].session_id, up=up) for up in ups]
+    assert collect([traces.write(path, made)]).left_out == {"begun or finished outside the trace": 4}
+
+
 def columns_of_two_lengths(made: list[fleet_pb2.TraceRecord]) -> list[fleet_pb2.TraceRecord]:
     made[5].up.step.tokens.flags.append(1)
     return made
