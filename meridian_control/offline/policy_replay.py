@@ -116,6 +116,8 @@ class SessionReplay:
         self.live: dict[int, LiveRequest] = {}
         self.ended: list[LiveRequest] = []
         self.left_out: Counter[str] = Counter()
+        # Ids of the requests that the agent has told of with tokens.
+        self.begun: list[str] = []
         # Outcomes of this run's decisions, which the next report brings.
         self._due: list[agent_pb2.DecisionOutcome] = []
         # By recorded id of a probe: its placement, and the id of this run's probe that has its sample.
@@ -201,7 +203,7 @@ class SessionReplay:
         for opened in requests:
             self.live.pop(opened.slot, None)
             if is_under_way(opened):
-                self.left_out["began before the trace"] += 1
+                self.begun.append(opened.request_id)
             else:
                 self.live[opened.slot] = LiveRequest(opened)
 
@@ -272,10 +274,13 @@ class SessionReplay:
 def changes(paths: Iterable[Path], policy: Policy) -> dict[str, Any]:
     """Return what a policy would have changed in trace files. Sums of thinking tokens leave out requests that would
     have thought on, and probes are those of requests that finished. Raises FileError."""
-    replays, left_out = [replay for path in paths for replay in _replays(path, policy)], Counter[str]()
-    rows: list[dict[str, Any]] = []
+    replays, left_out, rows = list[SessionReplay](), Counter[str](), list[dict[str, Any]]()
+    for path in paths:
+        found = _replays(path, policy)
+        left_out += _live(found)
+        replays += found
     for replay in replays:
-        left_out += replay.left_out + Counter({"still under way at the end of the trace": len(replay.live)})
+        left_out += replay.left_out
         for request in replay.ended:
             names = {"request_id": request.opened.request_id, "engine_id": replay.hello.engine_id}
             ends = zip(SIDES, request.ends or (), strict=True)
@@ -291,6 +296,20 @@ def changes(paths: Iterable[Path], policy: Policy) -> dict[str, Any]:
         "refused": {r.hello.engine_id: r.session.nack_error for r in replays if r.session.nack_error},
         "by_request": rows,
     }
+
+
+def _live(replays: list[SessionReplay]) -> Counter[str]:
+    """Count the requests of one trace that lived at the end of their sessions or at the beginning, each once."""
+    newest = {replay.hello.engine_id: replay for replay in replays}
+    broken = [replay for replay in replays if replay is not newest[replay.hello.engine_id]]
+    lost = {request.opened.request_id for replay in broken for request in replay.live.values()}
+    return Counter(
+        {
+            "reports were lost": sum(len(replay.live) for replay in broken),
+            "still under way at the end of the trace": sum(len(replay.live) for replay in newest.values()),
+            "began before the trace": sum(name not in lost for replay in replays for name in replay.begun),
+        }
+    )
 
 
 def _replays(path: Path, policy: Policy) -> list[SessionReplay]:

@@ -31,6 +31,7 @@ from meridian_control.offline.policy_replay import changes
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
 from tests.fakes import traces
+from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
@@ -472,6 +473,19 @@ def test_a_snapshot_in_the_middle_leaves_out_what_lived(tmp_path: Path) -> None:
     made[len(made) // 2].up.CopyFrom(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=rows)))
     found = told(tmp_path, made, policy())
     assert found["left_out"] == {"began before the trace": 1, "reports were lost": 4}
+
+
+def test_a_stream_that_broke_in_the_middle_leaves_out_what_lived_once(tmp_path: Path) -> None:
+    """The next snapshot lists the same requests, and one from before the trace."""
+    made = traces.records([traces.made_up(n) for n in range(8)], at_once=4)
+    made = made[: len(made) // 2]
+    lived = told(tmp_path, made, policy())["left_out"]["still under way at the end of the trace"]
+    names = [opened.request_id for record in made for opened in record.up.step.opened]
+    rows = [agent_pb2.RequestOpened(slot=n, request_id=name, think_tokens=3) for n, name in enumerate(["old", *names])]
+    ups = agent_pb2.ConnectRequest(hello=hello()), agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=rows))
+    made += [fleet_pb2.TraceRecord(time=made[0].time, engine_id="engine", session_id="next", up=up) for up in ups]
+    left_out = told(tmp_path, made, policy())["left_out"]
+    assert left_out == {"began before the trace": 1 + len(names) - lived, "reports were lost": lived}
 
 
 def test_requests_that_the_agent_found_in_mid_course_are_left_out(tmp_path: Path) -> None:
