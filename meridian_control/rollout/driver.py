@@ -72,6 +72,8 @@ class Rollouts:
         self._one_at_a_time = asyncio.Lock()
         # Version of the rollout that was handed to the fleet; None if no rollout was active.
         self._told: tuple[int, int] | None = None
+        # The lease of that rollout's candidate.
+        self._lease_s = 0.0
         # The newest rollout in the store at that time, active or not.
         self._newest: Rollout | None = None
         # The rollout that this replica drives, including measurements and a change of state that are not stored yet;
@@ -99,6 +101,8 @@ class Rollouts:
                     self._newest = await self.store.newest()
             policies = self.store.policies
             candidate = await policies.get(rollout.candidate_revision) if rollout is not None else None
+            if candidate is not None:
+                self._lease_s = candidate.policy.fallback.lease_ms / 1000
             current = await policies.current()
             self._fleet.set_rollout(rollout, candidate)
             if current is not None:
@@ -173,13 +177,12 @@ class Rollouts:
         self._watched_s = inf if is_new else 0.0
 
     async def _advance(self, before: Rollout, stored: Rollout, engines: list[fleet_pb2.Engine], now: datetime) -> None:
-        lease_s = (await self.store.policies.get(before.candidate_revision)).policy.fallback.lease_ms / 1000
         # The wall clock may be set back or forward.
         elapsed_s = min(max(0.0, (now - self._looked_at).total_seconds()), MAX_ELAPSED_S)
         self._watched_s += elapsed_s
-        sample = self._sampler.sample(engines, before, lease_s, now, elapsed_s)
+        sample = self._sampler.sample(engines, before, self._lease_s, now, elapsed_s)
         # Which engines have the candidate is known once they have connected to this replica, or again to another.
-        sample = replace(sample, returning=self._watched_s < lease_s)
+        sample = replace(sample, returning=self._watched_s < self._lease_s)
         self._looked_at, self._stored_at = now, min(self._stored_at, now)
         # A change of state that could not be stored is stored before the rollout goes on.
         after = tick(before, sample, elapsed_s, now) if before.changes == stored.changes else before
