@@ -425,7 +425,7 @@ def rate(metric: str) -> tuple[str, str]:
     return total(metric, "engine", where=ONE), PER
 
 
-FAULTS = f"sum by (engine) (meridian_agent_faults_total{{{ONE}}})"
+FAULTS = f"sum by (engine) (max by (engine, cause) (meridian_agent_faults_total{{{ONE}}}))"
 NO_FAULTS = f"sum by (engine) (0 * meridian_engine_info{{{ONE}}})"
 
 ENGINE = {
