@@ -17,7 +17,7 @@ import aiohttp
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 
-# Seconds for which an engine that refused a connection gets no request if another engine is there.
+# Seconds for which an engine that refused a connection or answered with an error gets no request if another is there.
 SKIP_S = 2.0
 CONNECT_S = 5.0
 # Seconds for an answer that takes no generation.
@@ -73,18 +73,22 @@ class Engines:
         await self.session.close()
 
     def by_load(self) -> list[str]:
-        """Return the thinking engines: fewest requests first, engines that refused connections just now last."""
+        """Return the thinking engines: fewest requests first, engines that `skip` names last."""
         now = time.monotonic()
         return sorted(self._thinking, key=lambda url: (self._skipped_until.get(url, 0) > now, self._under_way[url]))
 
+    def skip(self, url: str) -> None:
+        """Prefer other engines for SKIP_S: an engine that fails at once has the fewest requests, and would get all."""
+        self._skipped_until[url] = time.monotonic() + SKIP_S
+
     @contextmanager
     def counted(self, url: str) -> Iterator[None]:
-        """Count a request as under way, and note if the engine cannot be reached."""
+        """Count a request as under way, and skip the engine if it cannot be reached."""
         self._under_way[url] += 1
         try:
             yield
         except UNREACHABLE:
-            self._skipped_until[url] = time.monotonic() + SKIP_S
+            self.skip(url)
             raise
         finally:
             self._under_way[url] -= 1
@@ -98,6 +102,8 @@ class Engines:
             with self.counted(url):
                 headers = {**headers, **JSON}
                 async with self.session.post(url + path, json=body, headers=headers, allow_redirects=False) as response:
+                    if response.status >= 500:
+                        self.skip(url)
                     await _check(response)
                     begun = True
                     async for chunk in _events(response.content):

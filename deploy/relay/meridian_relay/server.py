@@ -129,6 +129,8 @@ class Relay:
                         data=body,
                         allow_redirects=False,
                     ) as upstream:
+                        if upstream.status >= 500:
+                            self._engines.skip(url)
                         response = web.StreamResponse(
                             status=upstream.status, reason=upstream.reason, headers=passed(upstream.headers, set())
                         )

@@ -357,6 +357,16 @@ async def test_an_engine_that_refuses_connections_is_skipped() -> None:
         assert (response.status, (await response.json())["error"]["code"]) == (502, 502)
 
 
+@pytest.mark.parametrize("fields", [{}, {"seed": 1}], ids=["eligible", "passed as it is"])
+async def test_an_engine_that_answers_with_an_error_is_skipped(fields: dict[str, Any]) -> None:
+    async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
+        home.usual = Plan(status=503)
+        for _ in range(3):
+            await relayed.ask(**fields)
+        assert len(home.seen) == 1
+        assert len(other.seen) == (2 if fields else 3)
+
+
 async def test_the_engine_with_the_fewest_requests_is_next() -> None:
     async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
         home.usual = Plan(waits_after=1)
