@@ -72,6 +72,9 @@ STREAM_ENDS = (
     "overflow",
     "invalid_request",
     "memory_exceeded",
+    "internal",
+    "permission_denied",
+    "too_many",
 )
 
 # Names of the hooks in which an agent may fail.
