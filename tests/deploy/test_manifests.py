@@ -51,6 +51,7 @@ FIELDS = {
     *("apiVersion", "kind", "namespace", "bases", "resources", "images"),
     *("generatorOptions", "configMapGenerator", "patchesStrategicMerge", "patchesJson6902"),
 }
+SERVERS = ("Deployment", "StatefulSet")
 
 
 def whole_files() -> Iterator[Path]:
@@ -205,4 +206,6 @@ def test_engines_and_control_plane_speak_of_the_same_things() -> None:
         assert 'meridian/agent: "true"' in text, example.name
         assert text.count("- --shutdown-timeout=20\n") == text.count("- --reasoning-parser=") > 0, example.name
         assert "secretName: meridian-agent-tls" in text
+        pods = [each["spec"]["template"]["spec"] for each in objects(text) if each.get("kind") in SERVERS]
+        assert all("readinessProbe" in container for pod in pods for container in pod["containers"]), example.name
     assert "meridian-agent-tls" in secrets
