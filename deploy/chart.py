@@ -25,6 +25,12 @@ KUBERNETES = HERE / "kubernetes"
 CHART = HERE / "helm" / "meridian"
 NAMESPACE = "meridian"
 STORES = ("trial", "sqlite", "postgres")
+# What values must not be, and why; the template of the StatefulSet fails then.
+REFUSED = {
+    'not (has .Values.store (list "trial" "sqlite" "postgres"))': "store must be trial, sqlite or postgres",
+    'and (ne .Values.store "postgres") (gt (int .Values.replicas) 1)': "several replicas need the store postgres",
+    'not (kindIs "string" .Values.image.tag)': "image.tag must be in quotes, or given by --set-string",
+}
 TLS, POSTGRES = ".Values.tls.enabled", 'eq .Values.store "postgres"'
 NOTICE = "# deploy/chart.py generates this file from the Kustomize files.\n"
 # Text of the templates that names the namespace, which a release chooses.
@@ -58,6 +64,8 @@ def chart(rule: Object, runbooks: str) -> dict[Path, str]:
         "prometheusrule": _only_if(".Values.prometheusRule.enabled", _prometheus_rule(rule)),
     }
     files = {CHART / "templates" / f"{name}.yaml": NOTICE + template(made) for name, made in templates.items()}
+    checks = [f'{{{{- if {wrong} }}}}{{{{ fail "{why}" }}}}{{{{- end }}}}\n' for wrong, why in REFUSED.items()]
+    files[CHART / "templates" / "statefulset.yaml"] += "".join(checks)
     files[CHART / "Chart.yaml"] = NOTICE + _dump(described)
     files[CHART / "values.yaml"] = NOTICE + _dump(values)
     return files

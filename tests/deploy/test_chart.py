@@ -94,6 +94,20 @@ def test_each_value_changes_what_it_names() -> None:
     assert "NetworkPolicy" not in {thing["kind"] for thing in things}
 
 
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"store": "Postgres"}, "store must be"),
+        ({"replicas": 3}, "several replicas need"),
+        ({"image": {"tag": 1234567}}, "image.tag must be in quotes"),
+    ],
+    ids=["store", "replicas", "tag"],
+)
+def test_values_that_make_no_control_plane_are_refused(values: Object, why: str) -> None:
+    with pytest.raises(Exception, match=why):
+        helm(values)
+
+
 def test_replicas_in_another_namespace_have_their_role() -> None:
     access = tomllib.loads(only("ConfigMap", helm({}, "elsewhere"))["data"]["access.toml"])
     assert {"dns": "meridian-control.elsewhere.svc", "role": "operator"} in access["identity"]
