@@ -47,27 +47,35 @@ SignalBytes = bytes | tuple[bytes, bytes]
 
 
 class WorkerRequestEncoder:
-    """Encodes requests in the engine core: sends the list of request ids to leave out only if the list has changed, and
-    SentenceTable.may_end once."""
+    """Encodes requests in the engine core: sends the list of request ids to leave out only if the list that was sent
+    before would not do for the step, and SentenceTable.may_end once."""
 
     def __init__(self) -> None:
-        self._sent: Set[str] | None = None
+        self._sent: Set[str] | None = None  # The list that was sent last.
         # SentenceTable.may_end if only tokens that follow a sentence end are read; empty if all are. It is always the
         # same.
         self.flags = b""
         self._sent_flags = False
         self._request: WorkerRequest = (-1, 0, None, None)
 
-    def request(self, end_token_id: int, excluded_ids: Set[str], probes: Sized = ()) -> WorkerRequest:
-        """Return the request for a step. excluded_ids: a different object whenever the ids have changed. probes:
-        probes that are requests of their own, because of which all tokens are read."""
+    def request(
+        self, end_token_id: int, request_ids: Set[str], unmeasured_ids: Set[str], probes: Sized = ()
+    ) -> WorkerRequest | None:
+        """Return the request for a step of these requests; None if each of them is in `unmeasured_ids`, which may have
+        many more. probes: probes that are requests of their own, because of which all tokens are read."""
+        excluded_ids, sent_ids = request_ids & unmeasured_ids, self._sent
+        if len(excluded_ids) == len(request_ids):
+            return None
         known_end, version, _, known_flags = self._request
         flags = b"" if self.flags and not probes else None
-        if excluded_ids is not self._sent or (flags is not None and not self._sent_flags):
+        changed = sent_ids is None or (excluded_ids != sent_ids and excluded_ids != request_ids & sent_ids)
+        if changed or (flags is not None and not self._sent_flags):
             sent = flags if flags is None or self._sent_flags else self.flags
-            self._sent, self._sent_flags = excluded_ids, self._sent_flags or flags is not None
+            # In a pipeline the batches have different requests and take turns, so those of the last batches stay.
+            self._sent = excluded_ids | (sent_ids & unmeasured_ids) if sent_ids else excluded_ids
+            self._sent_flags = self._sent_flags or flags is not None
             self._request = end_token_id, version + 1, None, flags
-            return end_token_id, version + 1, tuple(excluded_ids), sent
+            return end_token_id, version + 1, tuple(self._sent), sent
         if end_token_id != known_end or flags != known_flags:
             self._request = end_token_id, version, None, flags
         return self._request

@@ -71,7 +71,8 @@ class Tracker:
         self.begun: StepRecord | None = None
         self.answering = 0
         self.thinking = 0
-        self._unmeasured_ids: frozenset[str] | None = frozenset()
+        # Ids of the live requests of whose next tokens nobody reads the entropy.
+        self.unmeasured_ids = set[str]()
         # Ranks, phases or membership changed since the running queue was last ordered.
         self.reorder = False
         # Tokens that a request may generate beyond the next one before its limit is checked again, so limits are
@@ -154,7 +155,7 @@ class Tracker:
         """Measure a live request from its next token on. sentence: as in LiveRequest."""
         self.run.leave(live)
         live.measured, live.own_sentence = True, sentence
-        self._unmeasured_ids = None
+        self._note_whether_read(live)
 
     @property
     def is_full(self) -> bool:
@@ -203,8 +204,7 @@ class Tracker:
         if state.output_tokens:
             live.answered = True
         self._count(state.phase, 1)
-        if not live.measured:
-            self._unmeasured_ids = None
+        self._note_whether_read(live)
         self.watch_limit(live)
         self.run.changed()
         self.record.opened.append(live.opened_row())
@@ -222,6 +222,7 @@ class Tracker:
         live.reread(state, sentence, self.default_cap, reserve, known_from=self.newest + 1)
         live.take_think_tokens()
         self._count(state.phase, 1)
+        self._note_whether_read(live)
         self.reorder = self.record.urgent = True
         self.watch_limit(live)
 
@@ -238,21 +239,18 @@ class Tracker:
         self.preempted.pop(live, None)
         self.record.resumed.append(live.slot)
 
-    @property
-    def unmeasured_ids(self) -> frozenset[str]:
-        """Ids of the requests of whose next tokens nobody reads the entropy; the same object until the ids change."""
-        if self._unmeasured_ids is None:
-            phases = {Phase.OUTPUT, Phase.UNKNOWN} if self.steps_ahead else {Phase.OUTPUT, Phase.UNKNOWN, Phase.PROMPT}
-            unmeasured = (r for r, live in self.by_id.items() if live.own_state.phase in phases or not live.measured)
-            self._unmeasured_ids = frozenset(unmeasured)
-        return self._unmeasured_ids
+    def _note_whether_read(self, live: LiveRequest) -> None:
+        """Note whether somebody reads the entropy of a request's next token, because its phase may have changed."""
+        phase = live.own_state.phase
+        if live.measured and (phase is Phase.THINK or (phase is Phase.PROMPT and self.steps_ahead)):
+            self.unmeasured_ids.discard(live.info.request_id)
+        else:
+            self.unmeasured_ids.add(live.info.request_id)
 
     def _count(self, phase: Phase, by: int) -> None:
         if phase is Phase.THINK:
             self.thinking += by
-            return
-        self._unmeasured_ids = None
-        if phase is Phase.OUTPUT:
+        elif phase is Phase.OUTPUT:
             self.answering += by
 
     def _look_for_answer(self, live: LiveRequest) -> None:
@@ -391,6 +389,7 @@ class Tracker:
             if state.phase is not before:
                 self._count(before, -1)
                 self._count(state.phase, 1)
+                self._note_whether_read(live)
                 live.enter_phase(self.newest + 1)
                 self.reorder = True
                 answers = state.phase is Phase.OUTPUT and self.thinking and not self.merge_answers
@@ -440,8 +439,7 @@ class Tracker:
         del self.by_id[live.info.request_id]
         del self.by_slot[live.slot]
         self._count(live.state.phase, -1)
-        if not live.measured:
-            self._unmeasured_ids = None
+        self.unmeasured_ids.discard(live.info.request_id)
         self._closed_think_tokens += live.take_think_tokens()
         self.before_answer.pop(live, None)
         self.due.pop(live, None)

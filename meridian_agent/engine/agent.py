@@ -494,10 +494,10 @@ class Agent:
                 self.accounts.prefills.append(output.total_num_scheduled_tokens - requests)
             return
         self._asked = None
-        if self.observe_entropy and scheduled and tracker.markers.known and not self.frozen:
-            unmeasured = tracker.unmeasured_ids
-            if len(unmeasured) < len(tracker.by_id):
-                self._asked = self._asking.request(tracker.markers.ends[0][0], unmeasured, self.probing.placed)
+        if self.observe_entropy and tracker.by_id and tracker.markers.known and not self.frozen:
+            end, probes = tracker.markers.ends[0][0], self.probing.placed
+            self._asked = self._asking.request(end, scheduled.keys(), tracker.unmeasured_ids, probes)
+            if self._asked is not None:
                 setattr(output, REQUEST, self._asked)
         self._tell_sender(measures=self._asked is not None)
         self._asks_same = self._asked is None or self._asked[2] is None

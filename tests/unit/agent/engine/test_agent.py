@@ -149,9 +149,9 @@ def test_prompt_tokens_of_a_step_are_what_is_neither_sampled_nor_drafted(
     assert list(agent.accounts.prefills) == [prompt]
 
 
-def test_nothing_is_measured_while_all_requests_answer(agent: Agent) -> None:
+def test_nothing_is_measured_while_all_requests_of_the_steps_answer(agent: Agent) -> None:
     agent.observe_entropy = True
-    for name, prompt in (("a", [START]), ("b", [START, END])):
+    for name, prompt in (("a", [START]), ("b", [START, END]), ("waits", [START])):
         opened(agent.tracker, name, prompt)
     asked = []
     for _ in range(2):

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from meridian_agent.core.step_signals import WorkerRequest
+
 
 def signals_of(batch: torch.Tensor) -> RowSignals:
     """Return the signals of all rows, from a probe like the worker's."""
@@ -171,7 +173,7 @@ def test_rows_follow_the_requests_and_what_is_asked_of_them() -> None:
     steps = [("ab", 0), ("ab", 0), ("ba", 0), ("b", 0), ("bc", 0), ("bc", 1), ("bc", 1), ("cb", 1), ("cb", 0)]
     for req_ids, which in steps:
         begun = asked(torch.randn(len(req_ids), 50), None)
-        setattr(begun, REQUEST, asking.request(END_TOKEN, left_out[which]))
+        setattr(begun, REQUEST, asking.request(END_TOKEN, {*req_ids}, left_out[which]))
         signals = StepSignals.decode(getattr(step(own, begun, req_ids), RESULT))
         measured = [r not in left_out[which] for r in req_ids]
         assert (~np.isnan(signals.entropy_nats)).tolist() == measured
@@ -268,37 +270,54 @@ def test_what_measures_is_told_with_the_first_output_after_names() -> None:
     told, left_out = [], frozenset("a")
     for agent in (asking, asking, WorkerRequestEncoder()):
         begun = asked(torch.randn(2, 50), None)
-        setattr(begun, REQUEST, agent.request(END_TOKEN, left_out))
+        setattr(begun, REQUEST, agent.request(END_TOKEN, {"a", "b"}, left_out))
         told.append(getattr(step(own, begun), BACKEND, None))
     assert told[1] is None
     assert told[0] == told[2] == ("cpu", "", False)
 
 
+def request(
+    asking: WorkerRequestEncoder, excluded_ids: str, ids: str = "abc", probes: str = "", end: int = 3
+) -> WorkerRequest:
+    """Return the request for a step of the requests `ids`, each of which has a letter as its id."""
+    asked = asking.request(end, {*ids}, {*excluded_ids}, probes)
+    assert asked is not None
+    return asked
+
+
 def test_names_go_out_when_they_have_changed() -> None:
     asking, asked = WorkerRequestEncoder(), WorkerRequestDecoder()
-    first, second = frozenset("ab"), frozenset("b")
-    sent = [asking.request(3, first), asking.request(3, first), asking.request(4, first), asking.request(4, second)]
+    sent = [request(asking, "ab"), request(asking, "ab"), request(asking, "ab", end=4), request(asking, "b", end=4)]
     assert [(end, names is None) for end, _, names, _ in sent] == [(3, False), (3, True), (4, True), (4, False)]
-    assert [asked.excluded_ids(request) for request in sent] == [first, first, first, second]
-    assert asking.request(4, second) is asking.request(4, second)
+    assert [asked.excluded_ids(each) for each in sent] == [{"a", "b"}, {"a", "b"}, {"a", "b"}, {"b"}]
+    assert request(asking, "b", end=4) is request(asking, "b", end=4)
+
+
+def test_only_names_of_the_step_go_out() -> None:
+    """Requests that wait cost a step nothing. In a pipeline the batches take turns, and need no new list each time."""
+    asking = WorkerRequestEncoder()
+    waiting = "vwxyz"
+    assert asking.request(3, {"a", "v"}, {*"av", *waiting}) is None
+    steps = [("abc", "a"), ("def", "ad"), ("abc", "ad"), ("def", "ad"), ("bcd", "d"), ("bcf", "f"), ("adg", "f")]
+    names = [request(asking, excluded_ids + waiting, ids)[2] for ids, excluded_ids in steps]
+    assert [None if each is None else {*each} for each in names] == [{"a"}, {"a", "d"}, None, None, None, {"f"}, None]
 
 
 def test_rows_are_measured_whose_names_were_lost() -> None:
     asking, asked = WorkerRequestEncoder(), WorkerRequestDecoder()
-    asked.excluded_ids(asking.request(3, frozenset("a")))
-    other = frozenset("b")
-    asking.request(3, other)
-    assert asked.excluded_ids(asking.request(3, other)) == frozenset()
+    asked.excluded_ids(request(asking, "a"))
+    request(asking, "b")
+    assert asked.excluded_ids(request(asking, "b")) == frozenset()
     # Another agent in the same engine begins anew, and sends all its excluded ids.
-    assert asked.excluded_ids(WorkerRequestEncoder().request(3, other)) == other
+    assert asked.excluded_ids(request(WorkerRequestEncoder(), "b")) == {"b"}
 
 
 def test_sentence_flags_go_out_once() -> None:
     """The flags have a byte for each token id. Steps with a probe that is a request of its own ask for all tokens."""
-    asking, asked, ids = WorkerRequestEncoder(), WorkerRequestDecoder(), frozenset("a")
-    assert asked.flags(asking.request(3, ids)) is None
+    asking, asked = WorkerRequestEncoder(), WorkerRequestDecoder()
+    assert asked.flags(request(asking, "a")) is None
     asking.flags = bytes([0, 5])
-    sent = [asking.request(3, ids), asking.request(3, ids), asking.request(3, ids, "p"), asking.request(3, ids)]
+    sent = [request(asking, "a"), request(asking, "a"), request(asking, "a", probes="p"), request(asking, "a")]
     assert [(names is None, flags) for _, _, names, flags in sent] == [
         (False, asking.flags),
         (True, b""),
@@ -307,11 +326,11 @@ def test_sentence_flags_go_out_once() -> None:
     ]
     # No larger id ends a sentence.
     expected = [[0, 5, 0], [0, 5, 0], None, [0, 5, 0]]
-    assert [None if (flags := asked.flags(request)) is None else flags.tolist() for request in sent] == expected
-    assert [asked.excluded_ids(request) for request in sent] == [ids] * 4
+    assert [None if (flags := asked.flags(each)) is None else flags.tolist() for each in sent] == expected
+    assert [asked.excluded_ids(each) for each in sent] == [{"a"}] * 4
     assert WorkerRequestDecoder().flags(sent[1]) is None, "all tokens are measured if the flags never arrived"
     asking.flags = b""
-    assert asking.request(3, frozenset("b")) == (3, 3, ("b",), None)
+    assert request(asking, "b") == (3, 3, ("b",), None)
 
 
 @pytest.mark.parametrize("first_row", [None, np.array([0, 3], np.int32)])
