@@ -147,6 +147,8 @@ class LoopWatch:
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens_per_step = tokens_per_step
+        # By turn the slots of requests that have joined a step. A slot stays until its turn finds no such request.
+        self._turns = list[set[int]]()
         self.obey(find_loops=False)
         self._turn = 0
         # Slots of which the search has tokens.
@@ -157,23 +159,32 @@ class LoopWatch:
     def obey(self, find_loops: bool, merge_loops: bool = False) -> None:
         """Look for cycles from now on if `find_loops` is set. merge_loops: no end of thinking follows from a look."""
         self.enabled, self._merge_loops = find_loops, merge_loops
-        # Steps between two turns of a request.
-        self._interval = max(1, (2 if merge_loops else 1) * LOOK_TOKENS // self._tokens_per_step)
+        # A request has its turn once in this many steps.
+        interval = max(1, (2 if merge_loops else 1) * LOOK_TOKENS // self._tokens_per_step)
+        before, self._turns = self._turns, [set() for _ in range(interval)]
+        for slots in before:
+            for slot in slots:
+                self.begin(slot)
 
-    def is_turn_of_any(self, slots: int) -> bool:
-        """Let the next requests have their turn; return whether there are any. slots: number of slots that were ever
-        given to a request."""
-        self._turn = (self._turn + 1) % self._interval
-        return self._turn * TURN_REQUESTS < slots
+    def begin(self, slot: int) -> None:
+        """Let the request of a slot take turns, because it has joined its first step."""
+        self._turns[slot // TURN_REQUESTS % len(self._turns)].add(slot)
 
-    def looks(self, by_slot: Mapping[int, LiveRequest], slots: int) -> tuple[list[Look], bool]:
+    def is_turn_of_any(self) -> bool:
+        """Let the next requests have their turn; return whether there are any."""
+        self._turn = (self._turn + 1) % len(self._turns)
+        return bool(self._turns[self._turn])
+
+    def looks(self, by_slot: Mapping[int, LiveRequest]) -> tuple[list[Look], bool]:
         """Return the looks at the requests whose turn it is, and whether one of these requests repeated itself at the
-        look before, so that an end of its thinking may follow from this one. slots: as above."""
-        firsts = range(self._turn * TURN_REQUESTS, slots, self._interval * TURN_REQUESTS)
-        looks, repeating = list[Look](), self._repeating
+        look before, so that an end of its thinking may follow from this one."""
+        looks, repeating, slots = list[Look](), self._repeating, self._turns[self._turn]
         is_urgent = False
-        for slot in [slot for first in firsts for slot in range(first, min(first + TURN_REQUESTS, slots))]:
+        for slot in sorted(slots):
             live = by_slot.get(slot)
+            if live is None or live.queued_s is not None:
+                slots.remove(slot)
+                live = None
             if live is not None and live.own_state.phase is Phase.THINK and live.ending is None:
                 tokens = live.ref.output_token_ids
                 looks.append((slot, live.info.request_id, live.text_run, tokens, len(tokens), repeating))

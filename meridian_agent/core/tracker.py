@@ -199,6 +199,8 @@ class Tracker:
         )
         if preempted:
             self.preempted[live] = None
+        if queued_s is None:
+            self.loops.begin(slot)
         self.by_id[info.request_id] = self.by_slot[slot] = live
         live.take_think_tokens()
         if state.output_tokens:
@@ -225,6 +227,12 @@ class Tracker:
         self._note_whether_read(live)
         self.reorder = self.record.urgent = True
         self.watch_limit(live)
+
+    def join_step(self, live: LiveRequest, began_s: float) -> None:
+        """Note that a request joins a step, which may be its first one. began_s: as in LiveRequest.leave_queue."""
+        if (waited_s := live.leave_queue(began_s)) is not None:
+            self.record.joined.append((live.slot, waited_s * 1e3))
+            self.loops.begin(live.slot)
 
     def preempt(self, live: LiveRequest) -> None:
         """Note that a request was preempted and is back in the queue."""
@@ -425,9 +433,9 @@ class Tracker:
 
     def look_for_loops(self) -> None:
         """Add to the record the looks at the requests whose turn it is."""
-        if not self.loops.is_turn_of_any(self._next_slot):
+        if not self.loops.is_turn_of_any():
             return
-        looks, is_urgent = self.loops.looks(self.by_slot, self._next_slot)
+        looks, is_urgent = self.loops.looks(self.by_slot)
         if looks:
             self.record.looks += looks
             self.record.urgent = self.record.urgent or is_urgent

@@ -100,8 +100,8 @@ class StepAccounting:
         # With Model Runner V2, vLLM lists resumed requests here, too.
         for new in output.scheduled_new_reqs:
             live = self._tracker.by_id.get(new.req_id)
-            if live is not None and (waited_s := live.leave_queue(self.began_s)) is not None:
-                self._tracker.record.joined.append((live.slot, waited_s * 1e3))
+            if live is not None:
+                self._tracker.join_step(live, self.began_s)
 
     def count_prompts(self, output: SchedulerOutput) -> None:
         """Count the prompt tokens of a step that was just scheduled. output: the SchedulerOutput of the step."""

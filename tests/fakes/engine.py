@@ -79,8 +79,7 @@ class FakeEngine:
 
     def join(self, live: LiveRequest, now_s: float) -> None:
         """Note that a request is in the step that began at a time."""
-        if (waited_s := live.leave_queue(now_s)) is not None:
-            self.tracker.record.joined.append((live.slot, waited_s * 1e3))
+        self.tracker.join_step(live, now_s)
 
     def accept(self, message: agent_pb2.Directives) -> None:
         self.directives.accept(message)
