@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from meridian_agent.core import probe_admission
@@ -243,8 +244,9 @@ class ProbeRunner:
             live.hold_until(time.monotonic() + hold_ms / 1e3)
             self.held[live] = scheduler.current_step + HOLD_STEPS
         scheduler.add_request(probe)
-        scheduler.waiting.remove_requests([probe])
-        scheduler.waiting.prepend_request(probe)
+        # Without priorities vLLM appends the probe; with priorities it is the first one by its own.
+        if isinstance(scheduler.waiting, deque):
+            scheduler.waiting.rotate()
 
     def _room(self, scheduler: Scheduler, beside: list[int], taken: tuple[int, int]) -> probe_admission.Room:
         """Return the room that is left beside the probes of this step. beside: tokens that each of these probes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,9 @@ from meridian_agent.vllm_adapter import probe_rows, request_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.fakes.engine import MARKERS, opened
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 BLOCK = 16
 ROOM = Room(sequences=2, blocks=6, tokens=STEP_SHARE * 20, prefix_caching=True)
@@ -120,16 +124,6 @@ def probing(monkeypatch: pytest.MonkeyPatch) -> ProbeRunner:
     return ProbeRunner(tracker, Directives(tracker), BLOCK, shares_blocks=True)
 
 
-class Queue(list[Any]):
-    """vLLM's waiting queue, which keeps no probes."""
-
-    def remove_requests(self, _: Any) -> None:
-        pass
-
-    def prepend_request(self, _: Any) -> None:
-        pass
-
-
 class FakeScheduler:
     """A scheduler that has room for nothing but probes: `tokens` in a step, and `blocks` that are free."""
 
@@ -140,7 +134,7 @@ class FakeScheduler:
         self.running: list[Any] = []
         self.requests: dict[str, Any] = {}
         self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
-        self.waiting = Queue()
+        self.waiting: Sequence[Any] = []
         pool = SimpleNamespace(get_num_free_blocks=lambda: blocks)
         self.kv_cache_manager = SimpleNamespace(block_pool=pool, enable_caching=True)
 
@@ -167,6 +161,16 @@ def test_the_probes_of_a_step_share_its_room(tokens: int, blocks: int, placed: i
     assert [outcome[0] for outcome in probing._tracker.record.outcomes] == [4, 5][: 5 - placed]
 
 
+def test_a_probe_is_the_first_that_waits_and_moves_no_other_request(probing: ProbeRunner) -> None:
+    scheduler = scheduler_of(10_000, 10_000)
+    prompts = [SimpleNamespace(num_computed_tokens=0, num_tokens=10, request_id=name) for name in "ab"]
+    scheduler.waiting = deque(prompts)
+    scheduler.add_request = scheduler.waiting.append
+    probing._directives.probes.put_back((1, tracked(all_token_ids=[9] * 41), 0, 0))
+    assert probing.place(scheduler, observes=True) == [2]
+    assert [request.request_id for request in scheduler.waiting] == [*probing.placed, "a", "b"]
+
+
 @pytest.mark.parametrize(
     ("device", "prompt_tokens", "full", "may"),
     [
@@ -185,7 +189,7 @@ def test_no_probe_takes_a_token_of_a_seeded_prompt_on_a_cpu(
     probes, scheduler = probing._directives.probes, scheduler_of(10_000, 100, device)
     params = SimpleNamespace(seed=1)
     prompt = SimpleNamespace(sampling_params=params, num_computed_tokens=0, num_tokens=prompt_tokens)
-    scheduler.waiting.append(prompt)
+    scheduler.waiting = [prompt]
     if full:
         scheduler.running = [tracked().ref] * scheduler.max_num_running_reqs
     live = tracked(all_token_ids=[9] * 41, request_id="a")
