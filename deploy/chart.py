@@ -99,7 +99,7 @@ def _values() -> Object:
         "access": _placed((KUBERNETES / "tls" / "access.toml").read_text(encoding="utf-8")),
         "postgres": {"secret": "meridian-postgres"},
         "resources": container["resources"],
-        "networkPolicy": {"enabled": True},
+        "networkPolicy": {"enabled": True, "prometheusNamespace": "monitoring"},
         "podMonitor": {"enabled": False},
         "pageLinks": {},
     }
@@ -136,6 +136,9 @@ def _stateful_set() -> Object:
 
 def _network_policy() -> Object:
     made = _base("networkpolicy")
+    *_, scraped = made["spec"]["ingress"]
+    labels = scraped["from"][0]["namespaceSelector"]["matchLabels"]
+    labels["kubernetes.io/metadata.name"] = "@= .Values.networkPolicy.prometheusNamespace"
     made["spec"].update(_keys(POSTGRES, {"egress": _read("overlays/postgres/networkpolicy.yaml")["spec"]["egress"]}, 1))
     return _only_if(".Values.networkPolicy.enabled", made)
 

@@ -108,6 +108,11 @@ def test_values_that_make_no_control_plane_are_refused(values: Object, why: str)
         helm(values)
 
 
+def test_a_prometheus_in_another_namespace_may_scrape() -> None:
+    *_, scraped = only("NetworkPolicy", helm({"networkPolicy": {"prometheusNamespace": "observed"}}))["spec"]["ingress"]
+    assert scraped["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "observed"}
+
+
 def test_replicas_in_another_namespace_have_their_role() -> None:
     access = tomllib.loads(only("ConfigMap", helm({}, "elsewhere"))["data"]["access.toml"])
     assert {"dns": "meridian-control.elsewhere.svc", "role": "operator"} in access["identity"]
