@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -17,6 +18,7 @@ from meridian_agent.link import inbox, outbox
 from meridian_agent.link.inbox import INBOX_DECISIONS, INBOX_MESSAGES
 from meridian_agent.link.messages import decisions_in
 from meridian_agent.link.outbox import RING_RECORDS
+from meridian_agent.link.record_queue import RecordQueue
 from tests.contract.streams import Clock, Control, Scripted, controlling
 from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of, requests_of
@@ -206,17 +208,23 @@ async def test_a_flood_is_taken_in_bit_by_bit(scripted: Scripted, messages: int,
 async def test_a_flood_past_all_measure_ends_the_stream(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch, idle: bool
 ) -> None:
-    """Every queue stays bounded, also for an idle engine, for which the link reports outcomes that the server does not
-    read."""
+    """Every queue stays bounded, also for an idle engine, for which the link reports outcomes that gRPC does not take
+    because the server does not read."""
     monkeypatch.setattr(outbox, "RING_RECORDS", 50)
     for name in ("INBOX_MESSAGES", "INBOX_DECISIONS"):
         monkeypatch.setattr(inbox, name, 50)
     scripted.reading.clear()
+
+    def none_in_time(_: Any, timeout: float, *wanted: int) -> None:
+        time.sleep(min(timeout, 0.01))
+        raise queue.Empty
+
+    if idle:
+        monkeypatch.setattr(RecordQueue, "get", none_in_time)
     with LinkedEngine([scripted.target]) as engine:
         if not idle:
             engine.open("a")
-        # Of the outcomes for an idle engine gRPC takes some out before the server must read.
-        flood(scripted, *((3000, 20) if idle else (10, 20)))
+        flood(scripted, *((300, 1) if idle else (10, 20)))
         # The messages that are left may end further streams.
         await until(lambda: scripted.kinds().count("hello") >= 2, 20)
         assert engine.link.outbox.ring.qsize() <= 50 + 50
