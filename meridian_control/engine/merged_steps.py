@@ -32,10 +32,12 @@ def steps(report: agent_pb2.StepReport, rows: TokenRows) -> Iterable[tuple[int, 
     """Return sequences with tokens, prompt tokens and milliseconds of each step for which the report gives all three.
     With draft tokens a sequence has several rows in a step. rows: those of the report."""
     merged = report.merged
-    if merged.rows:
-        step = step_of_rows(report).take(rows.number)
-        begins = differs(rows.slot) | differs(step)
-        sequences = np.bincount(step[begins], minlength=report.steps).tolist()
+    if sequences := merged.rows[:]:
+        # Without drafts no step has more rows than the report has requests.
+        if max(sequences) > len(rows.s):
+            step = step_of_rows(report).take(rows.number)
+            begins = differs(rows.slot) | differs(step)
+            sequences = np.bincount(step[begins], minlength=report.steps).tolist()
         return zip(sequences, merged.prefill_tokens[:], merged.step_time_ms[:], strict=True)
     if report.steps == 1:
         return [(len(rows.s), report.prefill_tokens, report.step_time_ms)]
