@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian_control.policy.effects import eat_may_end
 from meridian_control.policy.shortening_schema import PressurePolicy
@@ -86,7 +86,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     yield from _handovers(policy.disagg, hello)
     yield from _shorteners(policy, hello)
     yield from _preempts("preemption", policy.preemption, policy)
-    earlier: list[Override] = []
+    chain: list[_Changes] = []
     for index, override in enumerate(policy.override):
         # The names of adapters are only known from their requests, so only the engine's own model is compared.
         is_of_model = not override.model or fnmatchcase(hello.model, override.model)
@@ -96,33 +96,37 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
             own = policy.scheduler.model_copy(update=changes)
             asked = _set("scheduler", own, f"override[{index}].scheduler")
             yield from ((path, capability) for path, capability in asked if path.rpartition(".")[2] in changes)
-        for overrides in ([override], _together(earlier, override)):
-            entropy = {name: value for each in overrides for name, value in each.changes("entropy").items()}
-            if override.changes("entropy"):
-                yield from _rules(f"override[{index}].entropy", policy.entropy.model_copy(update=entropy))
-            changed = {name: value for each in overrides for name, value in each.changes("loop").items()}
-            loop = policy.loop.model_copy(update=changed)
-            if override.changes("loop") and loop != policy.loop:
+        chain.append(_Changes(_literals(override), override.changes("entropy"), override.changes("loop")))
+        for one in (chain[-1], _together(chain)):
+            if chain[-1].entropy:
+                yield from _rules(f"override[{index}].entropy", policy.entropy.model_copy(update=one.entropy))
+            loop = policy.loop.model_copy(update=one.loop)
+            if chain[-1].loop and loop != policy.loop:
                 yield from _loop_rule(f"override[{index}].loop", loop)
-        earlier.append(override)
         yield from _preempts(f"override[{index}].preemption", override.preemption, policy)
 
 
-def _together(earlier: list[Override], override: Override) -> list[Override]:
-    """Return an override with the newest earlier ones that may apply to the same requests, in order."""
-    chosen = [override]
-    for other in reversed(earlier):
-        if all(_may_meet(other, each) for each in chosen):
-            chosen.insert(0, other)
-    return chosen
+class _Changes(NamedTuple):
+    """What overrides change, and the names without globs that a request must have for them."""
+
+    names: dict[str, str]
+    entropy: dict[str, Any]
+    loop: dict[str, Any]
 
 
-def _may_meet(one: Override, other: Override) -> bool:
-    """Whether one request may match two overrides. Of names without globs, only equal ones match one request."""
-    pairs = [
-        (getattr(one, name), getattr(other, name)) for name in ("model", "tenant", "slo_class", "effort", "traffic")
-    ]
-    return all(a == b or not (a and b) or GLOB.search(a + b) for a, b in pairs)
+def _literals(override: Override) -> dict[str, str]:
+    asked = {name: getattr(override, name) for name in ("model", "tenant", "slo_class", "effort", "traffic")}
+    return {name: value for name, value in asked.items() if value and not GLOB.search(value)}
+
+
+def _together(chain: list[_Changes]) -> _Changes:
+    """Return the changes of the last override with those of the newest earlier ones that may hold for one request with
+    it: they ask for no other name."""
+    together = _Changes({}, {}, {})
+    for one in reversed(chain):
+        if all(together.names.get(name, value) == value for name, value in one.names.items()):
+            together = _Changes(*(before | after for before, after in zip(one, together, strict=True)))
+    return together
 
 
 def _set(name: str, section: SchedulerPolicy | KvMemoryPolicy, path: str) -> Iterator[tuple[str, str]]:
