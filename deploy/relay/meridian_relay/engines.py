@@ -73,12 +73,18 @@ class Engines:
         await self.session.close()
 
     def by_load(self) -> list[str]:
-        """Return the thinking engines: fewest requests first, engines that `skip` names last."""
+        """Return the thinking engines: fewest requests first, engines that have just failed last."""
         now = time.monotonic()
         return sorted(self._thinking, key=lambda url: (self._skipped_until.get(url, 0) > now, self._under_way[url]))
 
-    def skip(self, url: str) -> None:
-        """Prefer other engines for SKIP_S: an engine that fails at once has the fewest requests, and would get all."""
+    def answered(self, url: str, status: int) -> None:
+        """Note the status of an engine's response. An engine that fails at once has the fewest requests, and would get
+        all."""
+        if status >= 500:
+            self._skip(url)
+
+    def _skip(self, url: str) -> None:
+        """Prefer other engines for SKIP_S."""
         self._skipped_until[url] = time.monotonic() + SKIP_S
 
     @contextmanager
@@ -88,7 +94,7 @@ class Engines:
         try:
             yield
         except UNREACHABLE:
-            self.skip(url)
+            self._skip(url)
             raise
         finally:
             self._under_way[url] -= 1
@@ -102,8 +108,7 @@ class Engines:
             with self.counted(url):
                 headers = {**headers, **JSON}
                 async with self.session.post(url + path, json=body, headers=headers, allow_redirects=False) as response:
-                    if response.status >= 500:
-                        self.skip(url)
+                    self.answered(url, response.status)
                     await _check(response)
                     begun = True
                     async for chunk in _events(response.content):

@@ -129,8 +129,7 @@ class Relay:
                         data=body,
                         allow_redirects=False,
                     ) as upstream:
-                        if upstream.status >= 500:
-                            self._engines.skip(url)
+                        self._engines.answered(url, upstream.status)
                         response = web.StreamResponse(
                             status=upstream.status, reason=upstream.reason, headers=passed(upstream.headers, set())
                         )
