@@ -25,7 +25,7 @@ KUBERNETES = HERE / "kubernetes"
 CHART = HERE / "helm" / "meridian"
 NAMESPACE = "meridian"
 STORES = ("trial", "sqlite", "postgres")
-# What values must not be, and why; the template of the StatefulSet fails then.
+# The template of the StatefulSet fails under each of these conditions on the values, with the text beside it.
 REFUSED = {
     'not (has .Values.store (list "trial" "sqlite" "postgres"))': "store must be trial, sqlite or postgres",
     'and (ne .Values.store "postgres") (gt (int .Values.replicas) 1)': "several replicas need the store postgres",

@@ -107,7 +107,7 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
 
 
 class _Changes(NamedTuple):
-    """What overrides change, and the names without globs that a request must have for them."""
+    """The changes of some overrides, and the names without globs that a request must have for them."""
 
     names: dict[str, str]
     entropy: dict[str, Any]

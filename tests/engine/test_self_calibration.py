@@ -52,8 +52,8 @@ def test_the_sample_in_shadow_is_recorded_as_the_engine_measures_it(
     # An idle engine takes a new share of measured requests over with its next step.
     chat(llm, CASES[:1], SamplingParams(max_tokens=1))
     control.settled()
-    # Of few measured requests none may have a probe near its end, because this small engine refuses probes for want of
-    # room; such requests tell nothing, and others are asked for.
+    # This small engine refuses probes for want of room, so that perhaps none of few measured requests has a probe near
+    # its end; such requests tell nothing, and others are asked for.
     for _ in range(5):
         with records(agent) as seen:
             # vLLM adds random letters to ids, so of few requests all might be in the sample, or none.
