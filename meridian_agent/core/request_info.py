@@ -34,7 +34,8 @@ MAX_TOKENS = 2**31 - 1
 # that continues another engine's, with the reference of the decision.
 CANDIDATE, HAND_OVER = "meridian_handover_candidate", "meridian_handover"
 # Names of the tenant and of the SLO class in vllm_xargs; and if a gateway names both, of the SLO class that the client
-# asks for itself.
+# asks for itself. What a gateway names is bytes, so that the engine core knows it from a text that a client has written
+# and that no front end with the agent has replaced: JSON has no bytes.
 TENANT, SLO_CLASS, ASKED_SLO_CLASS = "meridian_tenant", "meridian_slo_class", "meridian_asked_slo_class"
 # Name of the effort in vllm_xargs, and of the settings with which the model's own chat template rendered the request, a
 # JSON text of at most MAX_TEMPLATE characters in which TOOLS stands for the list of tools. The value UNKNOWN_TEMPLATE
@@ -127,12 +128,19 @@ NOTHING_SET = Overrides("", "", "", None, None, MAX_TOKENS, "")
 
 
 def info_of(
-    request: Request, model: str, markers: Markers, scheduler: Scheduler, client_slo_classes: Sequence[str] = ()
+    request: Request,
+    model: str,
+    markers: Markers,
+    scheduler: Scheduler,
+    client_slo_classes: Sequence[str] = (),
+    *,
+    by_gateway: bool = False,
 ) -> RequestInfo:
     """Return the facts of a request that the agent reports. model: the engine's model name, for requests without a LoRA
     adapter. scheduler: the engine's scheduler, which knows the length of the context and the KV connector.
-    client_slo_classes: globs of the SLO classes that clients may choose although a gateway names one."""
-    lora, own = request.lora_request, read(request.sampling_params.extra_args)
+    client_slo_classes: globs of the SLO classes that clients may choose although a gateway names one. by_gateway: as in
+    `read`."""
+    lora, own = request.lora_request, read(request.sampling_params.extra_args, by_gateway)
     asked = own.asked_slo_class
     may_choose = asked != "" and any(fnmatchcase(asked, glob) for glob in client_slo_classes)
     slo_class = asked if may_choose else own.slo_class
@@ -191,12 +199,15 @@ def handed_over_ref(request: Request) -> str:
     return clean(value) if value != "" else ""
 
 
-def read(extra_args: Mapping[str, object] | None) -> Overrides:
+def read(extra_args: Mapping[str, object] | None, by_gateway: bool = False) -> Overrides:
     """Read the values that a request sets for itself. A value that cannot be used is ignored and named in `complaint`;
-    nothing is raised."""
+    nothing is raised. by_gateway: only a gateway may name the tenant and the SLO class."""
     if not extra_args:
         return NOTHING_SET
     extra = extra_args
+    if by_gateway:
+        texts = {name for name in (TENANT, SLO_CLASS) if not isinstance(extra.get(name), bytes)}
+        extra = {name: value for name, value in extra.items() if name not in texts}
     complaints: list[str] = []
     names = TENANT, SLO_CLASS, EFFORT, ASKED_SLO_CLASS
     tenant, slo_class, effort, asked = (_text(extra, name, complaints) for name in names)
@@ -223,6 +234,8 @@ def budget_of(params: SamplingParams, prompt: Sequence[int], markers: Markers) -
 
 def _text(extra: Mapping[str, object], name: str, complaints: list[str]) -> str:
     value = extra.get(name)
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
     if value is None or isinstance(value, (str, int, float)):
         return distinct("" if value is None else value)
     # The client has written the class that it asks for under the usual name.

@@ -231,8 +231,10 @@ class Agent:
         self._adoption.extend([request])
 
     def _info_of(self, request: Request, scheduler: Scheduler) -> request_info.RequestInfo:
-        classes = self._client_slo_classes
-        info = request_info.info_of(request, self.facts.model, self.tracker.markers, scheduler, classes)
+        facts, classes = self.facts, self._client_slo_classes
+        info = request_info.info_of(
+            request, facts.model, self.tracker.markers, scheduler, classes, by_gateway=facts.by_gateway
+        )
         if self._lets_stops_sleep and self.answer_only.sleep(request, info):
             return replace(info, sleeping_stops=True)
         return info

@@ -37,7 +37,8 @@ class EngineFacts:
     hand_over: stops requests at the end of their thinking; None if the engine cannot hand requests over, for the reason
     `no_hand_over`. no_answer_handed_over: why the engine cannot read the KV of requests that other engines hand over;
     empty if it can. no_preempt: why the engine preempts nothing for waiting requests; empty if it can.
-    no_premature_stops: why a request that stops while it thinks ends there; empty if it goes on.
+    no_premature_stops: why a request that stops while it thinks ends there; empty if it goes on. by_gateway: only a
+    gateway may name the tenant and the SLO class of a request.
     """
 
     model: str
@@ -54,6 +55,7 @@ class EngineFacts:
     no_answer_handed_over: str = NO_CONNECTOR
     no_preempt: str = "not looked for"
     no_premature_stops: str = ""
+    by_gateway: bool = False
 
 
 class Measuring:

@@ -24,10 +24,10 @@ from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.engine.later_turns import LaterTurns
 from meridian_agent.engine.start_facts import StartFacts
+from meridian_agent.link import environment
 from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.engine_name import EngineName
-from meridian_agent.link.environment import is_true
 from meridian_agent.link.identity import identity_of_engine, rank_of, targets
 from meridian_agent.link.settings_check import check
 from meridian_agent.link.settings_file import StateFile, state_folder
@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("vllm.meridian")
+
+# The variable with which vLLM serves HTTP by a program in Rust, in which no part of the agent runs.
+RUST = "VLLM_USE_RUST_FRONTEND"
 
 
 class Lifecycle:
@@ -124,6 +127,8 @@ class Lifecycle:
             logger.info("meridian: each EAT probe is a request of its own: %s", no_probe_rows)
         if no_premature_stops := find("premature stops", lambda: premature_stops.refusal(scheduler), "not known"):
             self._start.note("premature stops", no_premature_stops)
+        if environment.read(RUST) not in {"", "0"}:
+            self._start.note("front end", f"{RUST} is set")
         self._facts = EngineFacts(
             self._model,
             find("sentence ends", lambda: self._sentences(words), NO_SENTENCES),
@@ -136,12 +141,13 @@ class Lifecycle:
             no_probe_rows,
             no_preempt=find("preemption", lambda: preemption_api.refusal(scheduler, unfit_preemption()), "not known"),
             no_premature_stops=no_premature_stops,
+            by_gateway=bool(self._identity["request_sources"]),
             **find("handover", lambda: hand_over.abilities(scheduler, self._guard), dict[str, Any]()),
         )
         agent = Agent(self._scheduler, self._markers, self.link, self._facts)
         find("settings on disk", lambda: self._start_from_file(agent), None)
         self._start.log()
-        if is_true("MERIDIAN_FREEZE", True, "the engine is frozen"):
+        if environment.is_true("MERIDIAN_FREEZE", True, "the engine is frozen"):
             logger.warning("meridian: frozen by MERIDIAN_FREEZE: vLLM runs as stock")
             self.link.lease.freeze_for(math.inf)
         self.agent = agent

@@ -38,6 +38,8 @@ OPTIONAL = {
     "handover": "the engine hands no request over and answers none that others hand over",
     "preemption": "no request is preempted for a waiting one",
     "premature stops": "a request whose model stops while it thinks ends there, as in stock vLLM",
+    "front end": "chats count as completions, so they have no answer reserve by default and their stops do not sleep; "
+    "nothing tells their template and effort, nor a gateway's tenants and SLO classes",
     "settings on disk": "the agent begins without settings, as on a new engine",
 }
 

@@ -1,8 +1,8 @@
 """Lets a gateway, and not the client, name the tenant and the SLO class of the requests to vLLM's API servers.
 
-The process that serves HTTP reads both from the headers, or from `user` in the request's body, and writes them into the
-sampling parameters of the engine core's request, in place of what the client has written there. A request that came
-without HTTP, such as one of a program that calls vLLM itself, then has neither.
+The process that serves HTTP reads both from the headers, or from `user` in the request's body, and writes them as bytes
+into the sampling parameters of the engine core's request, in place of what the client has written there. A request that
+came without HTTP, such as one of a program that calls vLLM itself, then has neither.
 """
 
 from __future__ import annotations
@@ -96,5 +96,6 @@ def named(sources: RequestSources, sender: Sender, extra: dict[str, Any]) -> dic
     kept = {name: value for name, value in extra.items() if name not in own}
     by_user = sources.tenant is not None and sources.tenant.kind == USER
     tenant = distinct(extra.get(GIVEN_USER, "")) if by_user else sender.tenant
-    said = {TENANT: tenant, SLO_CLASS: sender.slo_class, ASKED_SLO_CLASS: extra.get(SLO_CLASS)}
+    facts = {TENANT: tenant.encode(), SLO_CLASS: sender.slo_class.encode()}
+    said = {**facts, ASKED_SLO_CLASS: extra.get(SLO_CLASS)}
     return kept | {name: value for name, value in said.items() if value}

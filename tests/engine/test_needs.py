@@ -181,6 +181,7 @@ def test_an_engine_of_which_less_is_known_is_governed(tmp_path: Path, stock: lis
     what is missing, and so does the fleet."""
     control = Control(tmp_path)
     env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    env |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": "not-started"}
     engine = Process([sys.executable, "-m", "tests.engine.less_known"], tmp_path / "engine.log", env)
 
     def said() -> str | None:

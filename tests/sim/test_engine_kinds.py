@@ -259,6 +259,19 @@ def test_workers_that_capture_outputs_compute_no_probe(
     assert (f"no EAT probes: {CAPTURE}" in caplog.text) == captures
 
 
+@pytest.mark.parametrize("by_rust", [False, True])
+def test_without_the_agent_in_the_front_end_no_client_names_its_tenant(
+    made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, by_rust: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MERIDIAN_TENANT_FROM", "header:x-tenant")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", str(int(by_rust)))
+    engine = made(Shape())
+    engine.open("r", [START], THINKS, {"meridian_tenant": "rich", "meridian_slo_class": "gold"})
+    info = engine.agent.tracker.by_id["r"].info
+    assert (info.tenant, info.slo_class) == ("", "")
+    assert ("front end (VLLM_USE_RUST_FRONTEND is set): chats count as completions" in caplog.text) == by_rust
+
+
 @pytest.mark.parametrize(("ranks", "data_parallel", "governed"), [(2, 1, False), (4, 2, False), (2, 2, True)])
 def test_ranks_that_must_decide_the_same_run_as_stock(
     made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, ranks: int, data_parallel: int, governed: bool

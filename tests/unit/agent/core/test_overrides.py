@@ -57,7 +57,7 @@ def test_a_number_too_long_to_print() -> None:
     assert read({"meridian_tenant": 10**5000, CAP: -(10**5000)})[:1] == ("",)
 
 
-@pytest.mark.parametrize(("value", "kind"), [(["a"], "list"), ({"a": "b"}, "dict"), (b"a", "bytes"), ((), "tuple")])
+@pytest.mark.parametrize(("value", "kind"), [(["a"], "list"), ({"a": "b"}, "dict"), ((), "tuple")])
 def test_a_name_that_is_no_text_is_ignored(value: object, kind: str) -> None:
     """The complaint has the type alone, because printing a large list would take the engine's time."""
     overrides = read({"meridian_tenant": value, "meridian_effort": 3})
@@ -66,6 +66,14 @@ def test_a_name_that_is_no_text_is_ignored(value: object, kind: str) -> None:
     # The client has not written the name under which the gateway's process passes its class on.
     assert read({ASKED_SLO_CLASS: value}).complaint == f"meridian_slo_class must be a text; got a {kind}"
     assert f"got 'a {kind}'" in read({CAP: value}).complaint
+
+
+@pytest.mark.parametrize(("by_gateway", "named"), [(False, ("rich", "gold")), (True, ("", ""))])
+def test_what_a_client_has_written_is_no_gateways_name(by_gateway: bool, named: tuple[str, str]) -> None:
+    """A front end without the agent, such as vLLM's in Rust, hands on what the client has written, which is JSON."""
+    said = {TENANT: "rich", SLO_CLASS: "gold", "meridian_effort": "low"}
+    assert read(said, by_gateway)[:3] == (*named, "low")
+    assert read({TENANT: b"small", SLO_CLASS: b"b\xffd"}, by_gateway)[:2] == ("small", "b\ufffdd")
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"meridian_tenant": None}])
