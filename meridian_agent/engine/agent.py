@@ -567,10 +567,12 @@ class Agent:
         self._adoption.extend(self.accounts.take(runner_output, outputs, signals, scheduler.finished_req_ids))
         if stops.waiting:
             stops.resume(scheduler)
+        # Requests of a pooling model are never live.
+        computes_text = not self.lease.idle and bool(runner_output.req_ids)
         if not (is_live := bool(self.tracker.by_id or self._adoption)):
             self._fall_idle(scheduler)
         record = self.accounts.complete(scheduler, signals)
-        if not runner_output.req_ids and self.link.outbox.says_nothing_new(record, is_live):
+        if not computes_text and self.link.outbox.says_nothing_new(record, is_live):
             return
         self.accounts.send()
         if not is_live:

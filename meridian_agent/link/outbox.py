@@ -42,7 +42,7 @@ LATE_TOKENS = 24
 # Seconds between two reports, so that faster steps share a report; and seconds after which the sender of an idle engine
 # looks at the ring again.
 REST_S, IDLE_WAIT_S = 0.002, 1.0
-# Seconds between two reports of steps that computed nothing, while nothing else changes.
+# Seconds between two reports of steps that computed no text, while nothing else changes.
 EMPTY_REPORT_S = 0.1
 # Number of newest reports whose time of queueing is remembered.
 ROUND_TRIP_STEPS = 256
@@ -102,7 +102,7 @@ class Outbox:
         self._unanswered: deque[tuple[int, float]] = deque()
         # Rows of the last step of the newest report, and the step's milliseconds.
         self._rows, self._step_ms = 0, math.inf
-        # Time at which the newest record of a step that computed nothing was sent, and its values for the engine.
+        # Time at which the newest record of a step that computed no text was sent, and its values for the engine.
         self._sent_s, self._said = -math.inf, tuple[Any, ...]()
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
@@ -157,14 +157,16 @@ class Outbox:
         return True
 
     def says_nothing_new(self, record: StepRecord, is_live: bool) -> bool:
-        """Return whether the record of a step that computed nothing need not be sent. vLLM makes some hundred such
-        steps a second while another engine is to read the KV of finished requests, or while KV is to arrive from
-        another engine. is_live: a request is live."""
-        said = (record.state, record.gauges)
-        now = self._lease.clock()
-        known = said == self._said and record.is_empty and self.follows
-        if known and not (is_live and now - self._sent_s >= EMPTY_REPORT_S):
-            return True
+        """Return whether the record of a step that computed no text need not be sent. vLLM makes some hundred such
+        steps a second while another engine is to read the KV of finished requests, while KV is to arrive from another
+        engine, or with a pooling model, where each step changes the numbers of requests until none is left. is_live: a
+        request is live."""
+        said, now = (record.state, record.gauges or Gauges()), self._lease.clock()
+        if record.is_empty and self.follows and said[:1] == self._said[:1]:
+            is_same, is_recent = said == self._said, now - self._sent_s < EMPTY_REPORT_S
+            is_pooling = not is_live and any(said[1][1:])
+            if (is_recent and is_pooling) or (is_same and (is_recent or not is_live)):
+                return True
         self._sent_s, self._said = now, said
         return False
 

@@ -16,14 +16,18 @@ import torch
 from meridian.v1 import agent_pb2
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from meridian_agent.core import tracker
 from meridian_agent.core.phases import Phase
+from meridian_agent.core.step_record import StepRecord
 from meridian_agent.engine import scheduler_mixin, stock_restore
+from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.vllm_adapter import request_api
 from tests.sim import engine as engine_module
 from tests.sim.engine import BLOCK, CONTEXT, Engine, Script, Shape, config_of, share_tokenizer, words
@@ -270,6 +274,34 @@ def test_without_the_agent_in_the_front_end_no_client_names_its_tenant(
     info = engine.agent.tracker.by_id["r"].info
     assert (info.tenant, info.slo_class) == ("", "")
     assert ("front end (VLLM_USE_RUST_FRONTEND is set): chats count as completions" in caplog.text) == by_rust
+
+
+def test_steps_of_a_pooling_model_are_reported_now_and_then(
+    made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request generates text, so a report has nothing but the numbers of requests, which change with each step."""
+    monkeypatch.setattr(ControlStream, "start", lambda _: None)
+    engine, now = made(Shape(places=2, blocks=200)), [0.0]
+    monkeypatch.setattr(lease := engine.agent.lease, "clock", lambda: now[0])
+    lease.found()
+
+    def pooled(output: Any, _: Any) -> ModelRunnerOutput:
+        ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, [], pooler_output=[torch.zeros(1)] * len(ids))
+
+    monkeypatch.setattr(engine, "_sample", pooled)
+    prompt, names = [START] * PROMPT_TOKENS, [f"r{number}" for number in range(17)]
+    for name in names:
+        engine.model.tokens[name] = engine.sent[name] = prompt
+        engine.scheduler.add_request(Request(name, prompt, None, PoolingParams(task="embed"), arrival_time=0.0))
+    for _ in range(9):
+        now[0] += 0.03
+        step(engine, 1)
+    assert engine.finished.keys() == {*names}
+    # A report every 0.1 s, and one of the step after which no request waits.
+    ring = engine.agent.link.outbox.ring
+    sent = [ring.get_nowait() for _ in range(ring.qsize())]
+    assert [(record.gauges or ())[1:] for record in sent if isinstance(record, StepRecord)] == [(0, 15), (0, 7), (0, 0)]
 
 
 @pytest.mark.parametrize(("ranks", "data_parallel", "governed"), [(2, 1, False), (4, 2, False), (2, 2, True)])
