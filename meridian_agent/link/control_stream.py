@@ -131,21 +131,20 @@ class ControlStream:
         self.thread_seconds.watch([self._thread])
 
     def stop(self) -> None:
-        """End the stream and the thread, without waiting for them. The agent ends its side of the stream first, so that
-        the control plane knows that the engine shuts down. Records that are not sent within GOODBYE_S are lost."""
+        """End the stream and the thread, without waiting for them unless the process ends. The agent ends its side of
+        the stream first, so that the control plane knows that the engine shuts down. Records that are not sent within
+        GOODBYE_S are lost."""
         self._stop.set()
         self.outbox.ring.put(None)
-        # The thread is no daemon, so that the process does not end before the control plane knows.
-        threading.Thread(target=self._say_goodbye, name="meridian-goodbye").start()
+        if threading.main_thread().is_alive():
+            # The thread is no daemon, so that the process does not end before the control plane knows.
+            threading.Thread(target=self._say_goodbye, name="meridian-goodbye").start()
+        else:
+            # At a process's end Python starts no thread, or waits for none.
+            self._say_goodbye()
 
     def _say_goodbye(self) -> None:
-        """Wait for the end of the stream, and then end what is left of it; an error begins that once more."""
-        for _ in range(2):
-            with contextlib.suppress(Exception):
-                self._part()
-                return
-
-    def _part(self) -> None:
+        """Wait for the end of the stream, and then end what is left of it."""
         if self._thread.ident is not None:
             self._thread.join(GOODBYE_S)
         self.restart("the engine stops")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -23,6 +25,7 @@ from tests.contract.streams import Clock, Control, Scripted, controlling
 from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of, requests_of
 from tests.fakes.linked import LinkedEngine, until
+from tests.processes import BUSY
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -260,3 +263,33 @@ async def test_going_away(control: Control, tmp_path: Path) -> None:
             (gone,) = engines_of(control.fleet)
             assert gone.open_decisions == 0
             assert sum(gone.decisions.values()) == sum(gone.outcomes.values())
+
+
+# A program whose engine is shut down by Python at the program's end, as vLLM's in the same process is. On every version
+# of Python it starts no thread then, as on the newer ones.
+ENDS = """
+import atexit, sys, threading, time
+from meridian.v1 import agent_pb2
+from meridian_agent.link.control_stream import ControlStream
+
+def started(thread, start=threading.Thread.start):
+    assert threading.main_thread().is_alive(), "can't create new thread at interpreter shutdown"
+    start(thread)
+
+threading.Thread.start = started
+link = ControlStream(sys.argv[1:], lambda: agent_pb2.Hello(engine_id="e"), lambda _: None, lambda _: None)
+atexit.register(link.stop)
+link.start()
+while not link.lease.connected:
+    time.sleep(0.01)
+"""
+
+
+async def test_an_engine_that_ends_with_its_program_says_goodbye(scripted: Scripted) -> None:
+    scripted.welcomes = False
+    scripted.say(welcome=agent_pb2.Welcome(session_id="s", heartbeat_ms=3_600_000))
+    pipe = asyncio.subprocess.PIPE
+    program = await asyncio.create_subprocess_exec(sys.executable, "-c", ENDS, scripted.target, stderr=pipe)
+    _, error = await asyncio.wait_for(program.communicate(), 10 * BUSY)
+    assert (program.returncode, error) == (0, b"")
+    assert [heartbeat.last for heartbeat in scripted.heard("heartbeat")] == [True]

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 HERE = str(Path(meridian_agent.__file__).parent)
-# Left out are functions that only begin the next round or try, and modules of the agent that only the fake engine runs.
+# Left out are functions that only begin the next round or try, or only end the stream, and modules of the agent that
+# only the fake engine runs.
 LEFT_OUT = {"link/control_stream.py": ("_run", "_say_goodbye"), "link/settings_file.py": ("_write_all",)}
 ONLY_ENGINES = (
     "core/directives.py",
