@@ -106,8 +106,6 @@ def _governed(chosen: type) -> type:
     """Return a subclass of the chosen scheduler class that has the agent's mixin in front."""
     from meridian_agent.engine.scheduler_mixin import governed
 
-    client_effort.say_absent()
-    chat_rendering.say_absent()
     return governed(chosen)
 
 

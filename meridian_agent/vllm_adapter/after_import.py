@@ -18,7 +18,7 @@ import vllm
 from meridian_agent.vllm_adapter import required_api
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -36,49 +36,35 @@ def wrap(table: required_api.Table, with_wrapper: Callable[[type], None], withou
         module = owner.partition(":")[0]
         if module in sys.modules:
             _wrap(owner, table, with_wrapper, without)
-        else:
+        elif _exists(module):
             later.setdefault(module, []).append(owner)
+        else:
+            logger.warning("meridian: vLLM lacks %s: %s", module, without)
 
     def imported(module: ModuleType) -> None:
         for owner in later[module.__name__]:
-            if lacks := _wrap(owner, table, with_wrapper, without):
-                logger.warning("meridian: vLLM lacks %s: %s", ", ".join(lacks), without)
+            _wrap(owner, table, with_wrapper, without)
 
     if later:
         sys.meta_path.insert(0, _AfterImport(set(later), imported, without))
 
 
-def say_absent(table: required_api.Table, without: str) -> None:
-    """Log what this vLLM lacks of a table. Runs in the engine core, so that the log has it once, however many processes
-    the engine has."""
-    if lacks := [lack for owner in table for lack in _lacks(owner, table)]:
-        logger.warning("meridian: vLLM lacks %s: %s", ", ".join(lacks), without)
+def _exists(module: str) -> bool:
+    """Return whether vLLM has a module, without importing it; a module of another package counts as present."""
+    package, *parts = module.split(".")
+    return package != "vllm" or any(Path(root, *parts).with_suffix(".py").exists() for root in vllm.__path__)
 
 
-def _lacks(owner: str, table: required_api.Table) -> list[str]:
-    """Return what a class lacks, without importing its module: only the module is looked for if this process has not
-    imported it."""
-    module = owner.partition(":")[0]
-    if module in sys.modules:
-        return required_api.missing(required_api.Imported(), {owner: table[owner]})
-    return [] if _has_file(vllm.__path__, module) else [module]
-
-
-def _has_file(roots: Iterable[str], module: str) -> bool:
-    _, *parts = module.split(".")
-    return any(Path(root, *parts).with_suffix(".py").exists() for root in roots)
-
-
-def _wrap(owner: str, table: required_api.Table, with_wrapper: Callable[[type], None], without: str) -> list[str]:
-    """Wrap one class, whose module this process has imported; return what the class lacks. Never raises."""
+def _wrap(owner: str, table: required_api.Table, with_wrapper: Callable[[type], None], without: str) -> None:
+    """Wrap one class, whose module this process has imported, or log what the class lacks. Never raises."""
     module, _, name = owner.partition(":")
     try:
-        if lacks := _lacks(owner, table):
-            return lacks
-        with_wrapper(getattr(sys.modules[module], name))
+        if lacks := required_api.missing(required_api.Imported(), {owner: table[owner]}):
+            logger.warning("meridian: vLLM lacks %s: %s", ", ".join(lacks), without)
+        else:
+            with_wrapper(getattr(sys.modules[module], name))
     except Exception:
         logger.exception("meridian: %s stays as it is: %s", owner, without)
-    return []
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

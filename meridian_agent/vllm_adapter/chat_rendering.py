@@ -45,14 +45,6 @@ def install() -> None:
     after_import.wrap(required_api.INPUTS, _wrap_inputs, WITHOUT)
 
 
-def say_absent() -> None:
-    """Log what this vLLM lacks for it. Never raises."""
-    try:
-        after_import.say_absent({**required_api.RENDERER, **required_api.INPUTS}, WITHOUT)
-    except Exception:
-        logger.exception("meridian: vLLM's renderer of chats could not be looked for")
-
-
 def _wrap_renderer(renderer_class: Any) -> None:
     """Wrap the two methods that render chats. Renderers of other kinds, which use no template, are other classes."""
     render, render_async = renderer_class.render_chat, renderer_class.render_chat_async

@@ -23,18 +23,11 @@ WITHOUT = "the effort that its clients name reaches no policy"
 
 
 def install() -> None:
-    """Wrap the request classes of vLLM's API servers, now or when this process imports their modules. Never raises."""
+    """Wrap the request classes of vLLM's API servers, now or when this process imports their modules; log a missing
+    thinking_token_budget."""
     after_import.wrap(required_api.API_SERVER, _wrap, WITHOUT)
-
-
-def say_absent() -> None:
-    """Log the request classes that this vLLM does not have, and a missing thinking_token_budget. Never raises."""
-    try:
-        after_import.say_absent(required_api.API_SERVER, WITHOUT)
-        if lacks := required_api.missing(required_api.Imported(), required_api.BUDGET):
-            logger.warning("meridian: vLLM lacks %s: clients' budgets reach no policy", ", ".join(lacks))
-    except Exception:
-        logger.exception("meridian: vLLM's request classes could not be looked for")
+    if lacks := required_api.missing(required_api.Imported(), required_api.BUDGET):
+        logger.warning("meridian: vLLM lacks %s: clients' budgets reach no policy", ", ".join(lacks))
 
 
 def _wrap(request_class: Any) -> None:
