@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Never
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.bad_settings import BadSettings
+from meridian_agent.core.guard import Guard
 from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.engine_name import EngineName
@@ -26,7 +27,7 @@ logger = logging.getLogger("vllm.meridian")
 
 
 def say_absent(reason: str, scheduler: Any, connect: Callable[..., ControlStream] = ControlStream) -> None:
-    """Keep a stream open for as long as the engine runs, with a Hello that carries `reason` as the fault.
+    """Keep a stream open until the engine is shut down, with a Hello that carries `reason` as the fault.
 
     scheduler: the engine's scheduler, of any version of vLLM.
     """
@@ -44,6 +45,15 @@ def say_absent(reason: str, scheduler: Any, connect: Callable[..., ControlStream
         def refuse(settings: agent_pb2.Settings) -> Never:
             raise BadSettings(f"the agent is off: {reason}")
 
-        connect(targets(), hello, refuse, lambda _: None, credentials=AgentCredentials.from_environment()).start()
+        stream = connect(targets(), hello, refuse, lambda _: None, credentials=AgentCredentials.from_environment())
+        stream.start()
+        shutdown = scheduler.shutdown
+
+        def end(*args: Any, **kwargs: Any) -> Any:
+            Guard("the stream ends with the process").run(stream.stop)
+            name.release()
+            return shutdown(*args, **kwargs)
+
+        scheduler.shutdown = end
     except Exception:
         logger.exception("meridian: could not report that there is no agent")

@@ -4,6 +4,7 @@ streaming sessions and captured outputs. The agent breaks none of them."""
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from meridian_agent.core.step_record import StepRecord
 from meridian_agent.engine import scheduler_mixin, stock_restore
 from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.vllm_adapter import request_api
+from tests.processes import BUSY
 from tests.sim import engine as engine_module
 from tests.sim.engine import BLOCK, CONTEXT, Engine, Script, Shape, config_of, share_tokenizer, words
 
@@ -330,6 +332,18 @@ def test_an_engine_with_a_diffusion_model_runs_as_stock(
     while engine.busy():
         engine.step(lambda: None, lambda: None)
     assert set(engine.finished) == {"answer"}
+
+
+def test_an_engine_without_the_agent_leaves_nothing_behind(made: Callable[..., Engine]) -> None:
+    """A program may build further engines, beside which an engine that is gone would stay in the fleet."""
+    before = {*threading.enumerate()}
+    engine = made(Shape(), model_config={"is_diffusion": True})
+    (stream,) = (one for one in {*threading.enumerate()} - before if one.name == "meridian-link")
+    name = engine.scheduler.engine_name.name
+    engine.scheduler.shutdown()
+    stream.join(10 * BUSY)
+    assert not stream.is_alive()
+    assert made(Shape()).scheduler.engine_name.name == name
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
