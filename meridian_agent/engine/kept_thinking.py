@@ -2,12 +2,13 @@
 
 vLLM reuses the blocks of finished requests least recently used first, however long a conversation has been silent. The
 policy may say for how long kept thinking waits for the next turn; each turn that repeats it begins this time anew.
-Blocks whose time is over are given up when the next request arrives, so that steps pay nothing for it. Runs on the
-engine-core thread.
+Blocks whose time is over are given up when the next requests arrive, those of a few conversations each time, so that
+steps pay nothing for it. Runs on the engine-core thread.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian_agent.vllm_adapter.prefix_cache import free_anew
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
     from meridian_agent.vllm_types import Request, Scheduler
 
-# Most conversations whose kept thinking has a time; with one more, the oldest stays as in stock vLLM.
-MAX_KEPT = 4096
+# Most conversations whose kept thinking has a time; with one more, the oldest stays as in stock vLLM. And most of them
+# that are given up when one request arrives, which waits for that.
+MAX_KEPT, MAX_GIVEN_UP = 4096, 4
 
 
 class Kept(NamedTuple):
@@ -44,6 +46,9 @@ class KeptThinking:
         self.given_up = 0
         # By the hash of the first of the blocks; the one whose time is over first stands first.
         self._kept: dict[Any, Kept] = {}
+        # Number of blocks in all of it, at most as many as the engine has: with more, some have been reused meanwhile,
+        # and those of the oldest conversations first.
+        self._blocks = 0
         # Each live request whose prompt repeats kept thinking has the keys of that thinking here.
         self._repeating: dict[str, list[Any]] = {}
 
@@ -51,7 +56,7 @@ class KeptThinking:
         """Keep thinking for this time from now on, that of earlier requests included."""
         self.seconds = seconds
         if not seconds:
-            self._kept, self._repeating = {}, {}
+            self._kept, self._repeating, self._blocks = {}, {}, 0
 
     def arrived(self, scheduler: Scheduler, request: Request) -> None:
         """Give up what has waited too long, and see whether a new request repeats what still waits."""
@@ -66,7 +71,7 @@ class KeptThinking:
     def keep(self, scheduler: Scheduler, request: Request, first: int) -> None:
         """Note the blocks of a request that ends and whose thinking is kept. first: index of the first block with a
         generated token."""
-        repeated = [self._kept.pop(k) for k in self._repeating.pop(request.request_id, ()) if k in self._kept]
+        repeated = [self._forget(k) for k in self._repeating.pop(request.request_id, ()) if k in self._kept]
         first = repeated[0].first if repeated else first
         if not self.seconds or first >= len(request.block_hashes):
             return
@@ -74,32 +79,41 @@ class KeptThinking:
         pool, numbers = manager.block_pool.blocks, manager.get_block_ids(request.request_id)[0][first:]
         blocks = {number: known for number in numbers if (known := pool[number].block_hash) is not None}
         key = request.block_hashes[first]
-        if (same := self._kept.pop(key, None)) is not None:
-            repeated.append(same)
+        if key in self._kept:
+            repeated.append(self._forget(key))
         for earlier in repeated:
             blocks = earlier.blocks | blocks
-        self._kept[key] = Kept(first, self._clock(), blocks)
-        if len(self._kept) > MAX_KEPT:
-            del self._kept[next(iter(self._kept))]
+        self._note(key, Kept(first, self._clock(), blocks))
+        while len(self._kept) > MAX_KEPT or self._blocks > len(pool):
+            self._forget(next(iter(self._kept)))
 
     def ended(self, scheduler: Scheduler, request: Request) -> None:
         """Note a request that ends; without kept thinking of its own it may repeat that of earlier turns."""
         if request.request_id in self._repeating:
             self.keep(scheduler, request, len(request.block_hashes))
 
+    def _note(self, key: Any, kept: Kept) -> None:
+        self._kept[key] = kept
+        self._blocks += len(kept.blocks)
+
+    def _forget(self, key: Any) -> Kept:
+        kept = self._kept.pop(key)
+        self._blocks -= len(kept.blocks)
+        return kept
+
     def _expire(self, scheduler: Scheduler) -> None:
         now_s, pool = self._clock(), scheduler.kv_cache_manager.block_pool
-        while self._kept:
-            key = next(iter(self._kept))
+        for key in [*islice(self._kept, MAX_GIVEN_UP)]:
             if self._kept[key].since_s > now_s - self.seconds:
                 return
+            kept = self._forget(key)
             if any(key in keys for keys in self._repeating.values()):
                 # A live request repeats it, which may wait without its blocks; the time begins anew when it ends.
-                self._kept[key] = self._kept.pop(key)._replace(since_s=now_s)
+                self._note(key, kept._replace(since_s=now_s))
                 continue
             free = [
                 number
-                for number, known in self._kept.pop(key).blocks.items()
+                for number, known in kept.blocks.items()
                 if pool.blocks[number].block_hash == known and pool.blocks[number].ref_cnt == 0
             ]
             scheduler.kv_cache_manager.evict_blocks(set(free))

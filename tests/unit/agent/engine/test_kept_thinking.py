@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from meridian_agent.engine.agent import Agent
-from meridian_agent.engine.kept_thinking import MAX_KEPT, KeptThinking
+from meridian_agent.engine.kept_thinking import MAX_GIVEN_UP, MAX_KEPT, KeptThinking
 
 
 class Engine:
@@ -171,3 +171,23 @@ def test_conversations_are_not_remembered_without_end() -> None:
         engine.held["r"] = []
         engine.kept.keep(engine.scheduler, SimpleNamespace(request_id="r", block_hashes=[f"h{n}"]), 0)
     assert len(engine.kept._kept) == MAX_KEPT
+
+
+def test_a_request_that_arrives_after_a_quiet_time_waits_for_few_conversations() -> None:
+    engine, number = Engine(), 3 * MAX_GIVEN_UP
+    for n in range(number):
+        engine.ends(f"r{n}", 2 * n, 2 * n + 1, first=1)
+    engine.now_s = 10
+    given_up = [len(engine.arrives("other", 99)) for _ in range(4)]
+    assert given_up == [MAX_GIVEN_UP, 2 * MAX_GIVEN_UP, number, number]
+
+
+def test_no_more_blocks_are_remembered_than_the_engine_has() -> None:
+    """Blocks that vLLM has reused belong to several conversations, of which the oldest has lost them."""
+    engine = Engine()
+    for n in range(10):
+        engine.ends(f"old{n}", 0, n + 1, *range(11, 70), first=1)
+        assert sum(len(kept.blocks) for kept in engine.kept._kept.values()) == 60
+    engine.ends("new", 98, 99, first=1)
+    engine.now_s = 10
+    assert len(engine.arrives("other", 97)) == 61
