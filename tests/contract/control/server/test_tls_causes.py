@@ -3,7 +3,10 @@ are processes of their own."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,8 +22,11 @@ from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.fleet import peers
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import Peers
+from meridian_control.server import handshakes
+from meridian_control.server.handshakes import Handshakes, clients_of
 from tests.certificates import Authority, Issued
 from tests.fakes.agent import hello
+from tests.fakes.linked import until
 from tests.processes import Control, Process, wait_for
 
 if TYPE_CHECKING:
@@ -159,6 +165,62 @@ def test_a_client_that_fits_is_no_line_of_the_servers_log(tmp_path: Path) -> Non
     wait_for(lambda: "left without a call" in control.process.output(), 60, "the server's line")
     assert control.process.output().count("more since") == 0
     control.process.stop()
+
+
+class Looks:
+    """Connects clients to a port of this process that never answers, and notes the thread of each look at them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: list[int] = []
+        monkeypatch.setattr(handshakes, "WAIT_S", 0.1)
+        monkeypatch.setattr(handshakes, "clients_of", self._look)
+
+    def _look(self, port: int) -> set[handshakes.Address]:
+        self.threads.append(threading.get_ident())
+        return clients_of(port)
+
+    async def connect(self, server: asyncio.Server, count: int, host: str = "127.0.0.1") -> list[socket.socket]:
+        port = server.sockets[0].getsockname()[1]
+        clients = [socket.create_connection(("127.0.0.1", port), source_address=(host, 0)) for _ in range(count)]
+        await until(lambda: {client.getsockname() for client in clients} <= clients_of(port))
+        return clients
+
+
+async def test_one_look_on_another_thread_serves_all_clients(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks, watched = Looks(monkeypatch), Handshakes()
+    async with await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0) as server:
+        watched.watch(server.sockets[0].getsockname()[1])
+        clients = await looks.connect(server, 50)
+        await asyncio.to_thread(watched.begun)
+        for client in clients:
+            client.close()
+        await until(lambda: "left without a call" in caplog.text)
+    assert len(looks.threads) == 2
+    assert threading.get_ident() not in looks.threads
+
+
+async def test_a_client_whose_call_lasts_is_not_taken_for_a_silent_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many clients have called since then."""
+    monkeypatch.setattr(handshakes, "REMEMBERED", 4)
+    looks, watched = Looks(monkeypatch), Handshakes()
+    async with await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0) as server:
+        watched.watch(server.sockets[0].getsockname()[1])
+        (engine,) = await looks.connect(server, 1, "127.0.0.2")
+        watched.called(f"ipv4:127.0.0.2:{engine.getsockname()[1]}")
+        for number in range(6):
+            watched.called(f"ipv4:10.0.0.7:{40000 + number}")
+            await asyncio.to_thread(watched.begun)
+            await asyncio.sleep(0)
+        engine.close()
+        (silent,) = await looks.connect(server, 1)
+        await asyncio.to_thread(watched.begun)
+        silent.close()
+        await until(lambda: "127.0.0.1 connected to the TLS port" in caplog.text)
+    assert "127.0.0.2" not in caplog.text
 
 
 def test_a_client_that_fits_hears_nothing_of_tls(servers: Servers) -> None:
