@@ -8,7 +8,9 @@ watcher would need a task, and a handshake soon after a change would still get t
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -19,11 +21,16 @@ logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
+# Seconds after a failed read until the files are read again although they are unchanged: `read` may also need other
+# files, which may come later.
+RETRY_S = 10.0
+
 
 class Reloaded(Generic[Value]):
     """A value read from the files `paths` by `read`, which raises OSError or ValueError if the files cannot be used.
 
-    The constructor passes such an error on. `get` logs such an error, once for every change of the files.
+    The constructor passes such an error on. `get` logs such an error, once for every change of the files, and again if
+    the next try ends with another error.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Value]) -> None:
@@ -31,21 +38,28 @@ class Reloaded(Generic[Value]):
         self._lock = threading.Lock()
         self._seen = self._stamps()
         self._value = read()
+        # Monotonic time from which on unchanged files are read again, and the error of the newest read.
+        self._retry_at, self._complaint = math.inf, ""
 
     def get(self) -> Value:
         """Return the newest usable value. Unchanged files give the same object."""
         with self._lock:
             # The stamps are taken before the files are read, so that the next call notices a change made in between.
             if (stamps := self._stamps()) != self._seen:
-                self._seen = stamps
-                try:
-                    self._value = self._read()
-                    logger.info("%s changed and was read again", self._names())
-                except (OSError, ValueError) as error:
-                    logger.error(
-                        "%s changed but cannot be used; the old content stays in use: %s", self._names(), error
-                    )
+                self._seen, self._retry_at, self._complaint = stamps, 0.0, ""
+            if time.monotonic() >= self._retry_at:
+                self._try_to_read()
             return self._value
+
+    def _try_to_read(self) -> None:
+        try:
+            self._value, self._retry_at = self._read(), math.inf
+            logger.info("%s changed and was read again", self._names())
+        except (OSError, ValueError) as error:
+            self._retry_at = time.monotonic() + RETRY_S
+            if (complaint := str(error)) != self._complaint:
+                self._complaint = complaint
+                logger.error("%s changed but cannot be used; the old content stays in use: %s", self._names(), error)
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
         return [_stamp(path) for path in self._paths]

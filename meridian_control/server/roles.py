@@ -237,6 +237,11 @@ class Identities:
             raise ValueError(f"{file}: {path}: {first['msg']}") from None
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
+        self._role_claim, self._tokens = "", None
+        if (said := contents.jwt) is not None:
+            keys, secret = (file.parent / name if name else None for name in (said.keys_file, said.secret_file))
+            self._tokens = Tokens(said.issuer, said.audience, keys_file=keys, secret_file=secret)
+            self._role_claim = said.role_claim
         self._entries = contents.identity
         for number, entry in enumerate(contents.identity):
             front, _, last = entry.uri.rpartition("*")
@@ -250,11 +255,6 @@ class Identities:
                     f"{front}other/engine-1{last}",
                     f"engine-1{last}",
                 )
-        self._role_claim, self._tokens = "", None
-        if (said := contents.jwt) is not None:
-            keys, secret = (file.parent / name if name else None for name in (said.keys_file, said.secret_file))
-            self._tokens = Tokens(said.issuer, said.audience, keys_file=keys, secret_file=secret)
-            self._role_claim = said.role_claim
 
     def of_certificate(self, names: list[tuple[str, str]]) -> Principal:
         """Return the principal of a certificate. `names` has its pairs of kind (uri, dns or cn) and name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jwt
@@ -12,6 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from meridian_control.common import reloading_file
 from meridian_control.common.errors import PermissionDenied, Unauthenticated
 from meridian_control.common.reloading_file import Reloaded
 from meridian_control.server.bearer_tokens import Tokens
@@ -348,3 +350,25 @@ def test_files_are_read_when_they_change(tmp_path: Path, caplog: pytest.LogCaptu
     file.write_text("bad")
     with pytest.raises(ValueError, match="bad"):
         Reloaded([file], read)
+
+
+def test_an_access_file_whose_keys_come_later_is_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An admin who is taken out in the same change keeps no role."""
+    found = access(tmp_path, '[[identity]]\ncn = "ann"\nrole = "admin"')
+    certificate = {"x509_common_name": [b"ann"]}
+    text = HEAD.replace('"secret"', '"later"') + '[[identity]]\nuri = "spiffe://a/*"\nrole = "agent"'
+    (tmp_path / "access.toml").write_text(text)
+    assert found.identify([], certificate, ELSEWHERE).role is Role.ADMIN
+    (tmp_path / "later").write_text("short")
+    assert found.identify([], certificate, ELSEWHERE).role is Role.ADMIN
+    monkeypatch.setattr(reloading_file, "RETRY_S", 0.0)
+    monkeypatch.setattr(time, "monotonic", partial(float, time.monotonic() + 10.0))
+    assert found.identify([], certificate, ELSEWHERE).role is Role.ADMIN
+    assert found.identify([], certificate, ELSEWHERE).role is Role.ADMIN
+    (tmp_path / "later").write_text(SECRET)
+    assert found.identify([], certificate, ELSEWHERE).role is Role.NONE
+    assert caplog.text.count("cannot be used") == 2
+    assert caplog.text.count("* matches / too") == 1
+    assert found.identify([("authorization", f"Bearer {token()}")], {}, ELSEWHERE).name == "ann"
