@@ -80,7 +80,9 @@ class Guardrails(Section):
     )
     nacks: int = Field(0, ge=0, le=INT32_MAX, description="Engines that refuse the candidate.")
     degraded_engines: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        None, description="Engines of the group whose stream is down for longer than the lease, or whose agent is off."
+        None,
+        description="Engines of the group whose stream broke off longer than the lease ago, or whose agent is off; an "
+        "engine that has shut down does not count.",
     )
     harm_rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,

@@ -36,7 +36,7 @@ class Sampler:
     def __init__(self) -> None:
         # Applied revision and counters of each connection.
         self._looks: PreviousLook[tuple[int, NDArray[np.int64]]] = PreviousLook()
-        # Seconds without a stream of each engine of the group.
+        # Seconds since the stream of an engine of the group broke off.
         self._gone_s: dict[str, float] = {}
 
     def sample(
@@ -78,8 +78,9 @@ class Sampler:
         )
 
     def _gone(self, group: list[Engine], connected: set[str], lease_s: float, elapsed_s: float) -> tuple[int, int]:
-        """Return the numbers of engines in the group without a stream: for less than the lease, and for longer."""
-        gone = {engine.engine_id for engine in group} - connected
+        """Return the numbers of engines in the group whose stream broke off: less than the lease ago, and earlier. An
+        engine that has shut down is neither."""
+        gone = {engine.engine_id for engine in group if engine.lost} - connected
         self._gone_s = {engine_id: self._gone_s.get(engine_id, -elapsed_s) + elapsed_s for engine_id in gone}
         late = [seconds for seconds in self._gone_s.values() if seconds > lease_s]
         return len(gone) - len(late), len(late)

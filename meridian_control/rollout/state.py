@@ -149,8 +149,8 @@ class Sample:
     candidate_engines: int = 0
     other_engines: int = 0
     stable_engines: int = 0
-    # Numbers of engines in the group that have not answered to the candidate yet (pending), that lost their stream less
-    # than the lease ago (missing), that refuse the candidate (nacks), and that are DEGRADED or off (degraded).
+    # Numbers of engines in the group that have not answered to the candidate yet (pending), whose stream broke off
+    # less than the lease ago (missing), that refuse the candidate (nacks), and that are DEGRADED or off (degraded).
     pending: int = 0
     missing: int = 0
     nacks: int = 0

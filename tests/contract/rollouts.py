@@ -58,6 +58,14 @@ class Engine(LinkedEngine):
         given = [settings.revision for settings in self.settings]
         assert given == sorted(given)
 
+    async def lose(self) -> None:
+        """Break the stream off for good, and wait until the control plane in this process knows."""
+        control = self.control
+        assert isinstance(control, Control)
+        self.link._targets[:] = ["127.0.0.1:1"]
+        self.link.restart()
+        await until(lambda: self.engine_id in control.fleet.departed)
+
     async def has(self, revision: int) -> None:
         """Wait until the engine has applied the revision and, if the control plane runs in this process, has
         acknowledged it there."""

@@ -201,8 +201,8 @@ class Guardrails(_message.Message):
     nacks: _builtins.int
     """Number of engines that refuse the candidate."""
     degraded_engines: _builtins.int
-    """Number of engines in the group that have had no stream for longer than the lease, or whose agent a fault has
-    switched off.
+    """Number of engines in the group whose stream broke off longer than the lease ago, or whose agent a fault has switched
+    off. An engine that has shut down does not count.
     """
     min_observations: _builtins.int
     """Number of observations (on both sides of a comparison) that are needed before a latency or a rate is judged and a

@@ -88,14 +88,13 @@ async def test_a_policy_reaches_the_fleet_step_by_step(control: Control) -> None
             assert [s.revision for s in b.settings] == [1, 2], "no revision is sent twice"
 
 
-async def test_an_engine_that_left_is_waited_for_until_the_lease_is_over(control: Control) -> None:
-    with Engine(control, "b", "main") as b:
-        with Engine(control, "a", "canary") as a:
-            await b.has(1)
-            await control.begin(CANARY, ALL)
-            await a.has(2)
-            await control.ticks(1)
-        await until(lambda: control.fleet.departed)
+async def test_an_engine_that_is_lost_is_waited_for_until_the_lease_is_over(control: Control) -> None:
+    with Engine(control, "b", "main") as b, Engine(control, "a", "canary") as a:
+        await b.has(1)
+        await control.begin(CANARY, ALL)
+        await a.has(2)
+        await control.ticks(1)
+        await a.lose()
         found = await control.ticks(6)
         assert (found.step, found.waiting_for) == (1, "1 engines to connect again")
         found = await control.ticks(6)
@@ -104,6 +103,20 @@ async def test_an_engine_that_left_is_waited_for_until_the_lease_is_over(control
         with Engine(control, "c", "canary") as c:
             await c.has(2)
             assert (await control.ticks(2)).step == 2
+
+
+async def test_an_engine_that_has_shut_down_neither_delays_nor_ends_a_rollout(control: Control) -> None:
+    with Engine(control, "b", "main") as b, Engine(control, "c", "canary") as c:
+        with Engine(control, "a", "canary") as a:
+            await b.has(1)
+            await control.begin(CANARY, ALL, guardrails={"degraded_engines": 0})
+            await a.has(2)
+            await c.has(2)
+        await until(lambda: control.fleet.departed)
+        assert (await control.ticks(3)).step == 2
+        await b.has(2)
+        # The candidate's lease is 6 s.
+        assert (await control.ticks(7)).state == COMPLETED
 
 
 async def test_an_engine_whose_agent_is_off_is_not_waited_for(control: Control) -> None:

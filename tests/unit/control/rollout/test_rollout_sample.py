@@ -128,8 +128,9 @@ def test_engines_are_not_compared_with_each_other() -> None:
 
 def test_degraded_is_past_the_lease_or_switched_off() -> None:
     looks = Looks()
-    gone = [engine("gone", 2, state=DOWN), engine("asked", 1, revision=2, state=DOWN), engine("old", 1, state=DOWN)]
-    moved = [engine("moved", 2, state=DOWN), engine("moved", 2)]
+    lost = {"state": DOWN, "lost": True}
+    gone = [engine("gone", 2, **lost), engine("asked", 1, revision=2, **lost), engine("old", 1, **lost)]
+    moved = [engine("moved", 2, **lost), engine("moved", 2), engine("shut-down", 2, state=DOWN)]
 
     def missing_and_degraded(*engines: fleet_pb2.Engine) -> tuple[int, int]:
         sample = looks.at(*engines)
