@@ -260,9 +260,12 @@ def policy_explain(
     with connect(context) as client:
         answer = client.policy.ExplainPolicy(asked, timeout=CALL_TIMEOUT_S)
     if output is Output.toml:
+        say(f"# revision {answer.revision}")
         for row in answer.values:
             say(f"{row.path} = {row.value}  # {row.origin}")
     else:
+        if output.is_table:
+            say(f"revision {answer.revision}")
         rows = [(row.path, row.value, row.origin) for row in answer.values]
         show(answer.values, output, _rows(("field", "value", "from"), rows), "the policy has no fields")
 

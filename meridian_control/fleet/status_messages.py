@@ -149,11 +149,11 @@ def subject_among(sessions: Sequence[Session], engine_id: str, request_id: str) 
     if not request_id:
         hello = sessions[0].hello
         who = Who(hello.model, engine_labels=dict(hello.labels), fingerprint=hello.model_fingerprint)
-        return Subject(who, hello.model)
+        return Subject(who, hello.model, revision=sessions[0].acked_revision)
     for session in sessions:
         for _, opened in session.table.requests():
             if is_called(opened.request_id, request_id):
-                own_floor = opened.min_think_tokens or None
-                return Subject(session.who(opened), session.hello.model, own_floor, opened.max_think_tokens)
+                own = opened.min_think_tokens or None, opened.max_think_tokens
+                return Subject(session.who(opened), session.hello.model, *own, session.acked_revision)
     where = f'engine "{engine_id}"' if engine_id else "any engine"
     raise NotFound(f'no live request "{request_id}" on {where}')

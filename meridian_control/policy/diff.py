@@ -38,13 +38,15 @@ class Explained(NamedTuple):
 class Subject:
     """The engine or request that a policy is explained for.
 
-    A subject has the facts that overrides match on, the engine's model, and a request's own limits.
+    A subject has the facts that overrides match on, the engine's model, a request's own limits, and the revision in
+    force on the engine, 0 before the engine has applied one.
     """
 
     who: Who
     served_model: str
     own_floor_tokens: int | None = None
     own_cap_tokens: int | None = None
+    revision: int = 0
 
 
 def diff(before: Policy, after: Policy) -> list[FieldChange]:

@@ -106,7 +106,6 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
     async def ExplainPolicy(  # noqa: N802
         self, request: policy_pb2.ExplainPolicyRequest, context: Context
     ) -> policy_pb2.ExplainPolicyResponse:
-        stored = await self._stored(request.revision)
         subject = None
         if request.engine_id or request.request_id:
             try:
@@ -115,6 +114,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
                 if request.local_only or self._elsewhere is None:
                     raise
                 return await self._elsewhere(request, unknown)
+        stored = await self._stored(request.revision or (subject.revision if subject else 0))
         rows = explain(stored.policy, _subject(request, subject))
         values = [policy_pb2.ExplainedValue(path=row.path, value=row.value, origin=row.origin) for row in rows]
         return policy_pb2.ExplainPolicyResponse(revision=stored.revision, values=values)

@@ -2352,7 +2352,9 @@ class ExplainPolicyRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
-    """Number of the revision; 0 for the one in force."""
+    """Number of the revision; 0 for the one in force on the engine or on the request's engine, without either for the one
+    that GetPolicy returns.
+    """
     model: _builtins.str
     """Name of the model or LoRA adapter."""
     tenant: _builtins.str

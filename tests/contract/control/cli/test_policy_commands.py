@@ -370,8 +370,10 @@ async def test_explain(control: Control, file: Path) -> None:
     assert (await applied(control, file, text)).exit_code == OK
     cap = "scheduler.max_think_tokens"
     by_label = rows(await control("policy", "explain", "--tenant", "acme", "--label", "zone=a"))
+    assert by_label[:2] == [["revision", "1"], ["field", "value", "from"]]
     assert [cap, "100", "override[0]"] in by_label
     by_engine = await control("policy", "explain", "--engine", "e", "--tenant", "acme", "-o", "toml")
+    assert by_engine.stdout.startswith("# revision 1\n")
     assert f"{cap} = 100  # override[0]\n" in by_engine.stdout
     holds = parse_toml(by_engine.stdout)
     assert holds.entropy.rank_conditions[0].max_ranks == (5, 7)

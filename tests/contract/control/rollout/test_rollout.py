@@ -60,6 +60,13 @@ async def test_budgets_of_a_candidate_are_shown_on_every_replica(control: Contro
     assert shown["meridian_budget_stage"] == [(("trial",), UNSHORTENED)]
 
 
+async def explained(control: Control, **fields: Any) -> tuple[int, str]:
+    """Return the revision that is explained, and its lease."""
+    answer = await control.policy.ExplainPolicy(policy_pb2.ExplainPolicyRequest(**fields))
+    (lease,) = [row.value for row in answer.values if row.path == "fallback.lease_ms"]
+    return answer.revision, lease
+
+
 async def test_a_policy_reaches_the_fleet_step_by_step(control: Control) -> None:
     with Engine(control, "a", "canary-1") as a, Engine(control, "b", "main") as b:
         for engine in (a, b):
@@ -73,6 +80,13 @@ async def test_a_policy_reaches_the_fleet_step_by_step(control: Control) -> None
             assert [s.revision for s in new_a.settings] == [2], "a new engine gets its revision at once"
             assert (await control.ticks(2)).step == 1
             assert (await control.in_force()).revision == b.link.lease.revision == 1
+            assert await explained(control) == await explained(control, engine_id="b") == (1, "5000")
+            assert await explained(control, engine_id="a") == (2, "6000")
+            assert await explained(control, engine_id="a", revision=1) == (1, "5000")
+            a.open("asked")
+            await a.steps_until(lambda: control.seen_step("a") > 1)
+            assert await explained(control, request_id="asked") == (2, "6000")
+            a.engine.finish("asked")
             found = await control.ticks(1)
             assert (found.step, found.state) == (2, RUNNING)
             assert (found.candidate_engines, found.other_engines) == (2, 2)
