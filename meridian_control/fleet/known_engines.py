@@ -52,9 +52,10 @@ class KnownEngines:
             return
         # Lost engines are kept in the order in which they were lost, and those that were connected are lost now.
         lost = [(min(now, datetime.fromisoformat(row[3] or now.isoformat())), row) for row in saved["engines"]]
-        for time, (engine_id, incarnation, model, _) in sorted(lost):
+        for time, (engine_id, incarnation, model, ended) in sorted(lost):
             view = fleet_pb2.Engine(engine_id=engine_id, incarnation=incarnation, model=model, lost=True)
             view.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
+            view.report_time.FromDatetime(datetime.fromisoformat(ended or saved["seen_at"]))
             self._fleet.departed.add_engine(view, 0.0, time)
         self._fleet.departed.forget(now)
 

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from meridian_control.fleet.departed import FORGET_AFTER_S
+from meridian_control.page.contents import condition
 from tests.contract.ctl import FAILED, OK, ctl
 from tests.contract.raw_engine import RawEngine
 from tests.fakes.fleets import engines_of
@@ -46,8 +47,13 @@ async def test_engines_that_are_lost_while_it_is_away_are_named(control: Control
     assert lost(control) == ["dies", "stays"]
 
 
-@pytest.mark.parametrize(("away_s", "named"), [(FORGET_AFTER_S - 5, ["e"]), (FORGET_AFTER_S + 5, [])])
-async def test_engines_of_long_ago_are_forgotten(control: Control, away_s: float, named: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("away_s", "named", "heard"),
+    [(FORGET_AFTER_S - 5, ["e"], ["last heard 9 min ago"]), (FORGET_AFTER_S + 5, [], [])],
+)
+async def test_engines_of_long_ago_are_forgotten(
+    control: Control, away_s: float, named: list[str], heard: list[str]
+) -> None:
     async with grpc.aio.insecure_channel(control.target) as channel:
         _engine = await RawEngine(channel, "e").connect()
         known, clock = control.parts.known, control.fleet.clock
@@ -56,3 +62,5 @@ async def test_engines_of_long_ago_are_forgotten(control: Control, away_s: float
         await control.kill()
     await control.start()
     assert lost(control) == named
+    shown = [condition(engine, {}, control.fleet.clock()) for engine in engines_of(control.fleet)]
+    assert [row.cause.partition(",")[0] for row in shown] == heard
