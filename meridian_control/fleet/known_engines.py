@@ -63,11 +63,7 @@ class KnownEngines:
         """Store the engines whenever they have changed, until cancelled. A call in progress is never cancelled, because
         a cancelled database driver leaks its connection."""
         while not self._database.shared:
-            storing = asyncio.create_task(self._try_to_store())
-            try:
-                await asyncio.shield(storing)
-            finally:
-                await storing
+            await asyncio.shield(self._fleet.tasks.start(self._try_to_store()))
             await asyncio.sleep(LOOK_S)
 
     async def _try_to_store(self) -> None:
