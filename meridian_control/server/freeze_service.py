@@ -13,6 +13,7 @@ from meridian_control.common.look import time_text
 from meridian_control.common.paging import page
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.server.interceptor import said_by
+from meridian_control.server.policy_service import check_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 MIN_DURATION, MAX_DURATION = timedelta(seconds=1), timedelta(days=7)
 # Largest number of globs and labels of a freeze, and of characters in each.
 MAX_PARTS, MAX_CHARS = 100, 256
-MAX_TEXT_CHARS = 2000
 
 
 class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
@@ -42,8 +42,7 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
         self, request: freeze_pb2.FreezeRequest, context: Context
     ) -> freeze_pb2.FreezeResponse:
         match, duration = _match(request.match), _duration(request)
-        for name in ("author", "reason"):
-            _check_text(name, getattr(request, name), MAX_TEXT_CHARS)
+        check_texts(request)
         stored = await self._store.add_freeze(match, self._clock() + duration, request.author, request.reason)
         logger.warning(
             "freeze %d of %s until %s by %s",
@@ -84,22 +83,22 @@ def _match(message: freeze_pb2.FreezeMatch) -> Match:
     if (count := len(message.engine_ids) + len(message.engine_labels)) > MAX_PARTS:
         raise InvalidRequest("match", f"must have at most {MAX_PARTS} globs and labels; got {count}")
     for index, glob in enumerate(message.engine_ids):
-        _check_text(f"match.engine_ids[{index}]", glob, MAX_CHARS)
+        _check_text(f"match.engine_ids[{index}]", glob)
         if not glob:
             raise InvalidRequest(f"match.engine_ids[{index}]", "must not be empty")
-    _check_text("match.model", message.model, MAX_CHARS)
+    _check_text("match.model", message.model)
     for name, value in message.engine_labels.items():
-        _check_text("match.engine_labels", name, MAX_CHARS)
-        _check_text("match.engine_labels", value, MAX_CHARS)
+        _check_text("match.engine_labels", name)
+        _check_text("match.engine_labels", value)
     return Match(tuple(message.engine_ids), message.model, tuple(sorted(message.engine_labels.items())))
 
 
-def _check_text(field: str, text: str, limit: int) -> None:
+def _check_text(field: str, text: str) -> None:
     """Raise InvalidRequest for a text that is too long or that a database cannot hold."""
     if "\0" in text:
         raise InvalidRequest(field, "must not contain the character U+0000")
-    if len(text) > limit:
-        raise InvalidRequest(field, f"must have at most {limit} characters; got {len(text)}")
+    if len(text) > MAX_CHARS:
+        raise InvalidRequest(field, f"must have at most {MAX_CHARS} characters; got {len(text)}")
 
 
 def _to_message(freeze: Freeze) -> freeze_pb2.StoredFreeze:

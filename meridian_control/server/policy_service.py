@@ -166,11 +166,11 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
 
 
 def check_texts(request: Any) -> None:
-    """Raise InvalidRequest if the author, the reason or the request id cannot be stored in a database."""
+    """Raise InvalidRequest if the author, the reason or the request id, if any, cannot be stored in a database."""
     for name in ("author", "reason", "request_id"):
-        if "\0" in getattr(request, name):
+        if "\0" in getattr(request, name, ""):
             raise InvalidRequest(name, "must not contain the character U+0000")
-    if (length := len(request.request_id)) > MAX_REQUEST_ID_CHARS:
+    if (length := len(getattr(request, "request_id", ""))) > MAX_REQUEST_ID_CHARS:
         raise InvalidRequest("request_id", f"must have at most {MAX_REQUEST_ID_CHARS} characters; got {length}")
 
 

@@ -345,6 +345,10 @@ async def test_frozen_by_its_own_environment(control: Control) -> None:
         (order(engine_ids=["x" * 257]), "match.engine_ids[0] must have at most 256 characters; got 257"),
         (order(engine_ids=["x"] * 101), "match must have at most 100 globs and labels; got 101"),
         (order(model="a\0"), "match.model must not contain the character U+0000"),
+        (
+            freeze_pb2.FreezeRequest(duration=duration_pb2.Duration(seconds=5), reason="a\0"),
+            "reason must not contain the character U+0000",
+        ),
         (freeze_pb2.FreezeRequest(), "duration must be in [1, 604800] seconds; got 0"),
         (
             freeze_pb2.FreezeRequest(duration=duration_pb2.Duration(seconds=5, nanos=-(2**31))),
