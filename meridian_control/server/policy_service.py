@@ -5,7 +5,6 @@ The interceptor in front of the service reports failures to callers, and complet
 All methods run on the gRPC server's event loop.
 """
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
@@ -38,9 +37,10 @@ Elsewhere: TypeAlias = Callable[
 class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
     """The servicer.
 
-    `clock` gives aware time. `on_change` is called with each revision that this service stored, in order, before the
-    caller gets the answer, and again if a request is repeated; `on_change` must neither block nor raise. `subject`
-    finds an engine or a request of this replica by its id and raises NotFound; `elsewhere` asks the other replicas.
+    `clock` gives aware time. `on_change` is called with each revision that this service stored, before the caller gets
+    the answer but perhaps after a newer one, and again if a request is repeated; `on_change` must neither block nor
+    raise. `subject` finds an engine or a request of this replica by its id and raises NotFound; `elsewhere` asks the
+    other replicas.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         self._on_change = on_change
         self._subject = subject
         self._elsewhere = elsewhere
-        self._one_at_a_time = asyncio.Lock()
 
     async def GetPolicy(  # noqa: N802
         self, request: policy_pb2.GetPolicyRequest, context: Context
@@ -137,15 +136,6 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
                 newest = await self._store.check(request.etag)
                 stored = StoredRevision(0, "", request.author, reason, self._clock(), policy)
         else:
-            stored = await self._commit(policy, request, reason)
-            logger.info("policy revision %d by %s", stored.revision, said_by(request.author, reason))
-        before = await self._readable(stored.revision - 1 if stored.revision else newest)
-        if before is not None:
-            before_etag.set(before.etag)
-        return stored, diff(before.policy if before is not None else Policy(), policy)
-
-    async def _commit(self, policy: Policy, request: Writing, reason: str) -> StoredRevision:
-        async with self._one_at_a_time:
             stored = await self._store.append(
                 policy,
                 etag=request.etag,
@@ -155,7 +145,11 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
                 request_id=request.request_id,
             )
             self._on_change(stored)
-            return stored
+            logger.info("policy revision %d by %s", stored.revision, said_by(request.author, reason))
+        before = await self._readable(stored.revision - 1 if stored.revision else newest)
+        if before is not None:
+            before_etag.set(before.etag)
+        return stored, diff(before.policy if before is not None else Policy(), policy)
 
     async def _readable(self, revision: int) -> StoredRevision | None:
         """Return a revision; None for 0 and for a revision that this version of the control plane cannot read."""
