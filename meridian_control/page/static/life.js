@@ -39,11 +39,11 @@ async function ask() {
   try {
     answer = await (await fetch(`request?${new URLSearchParams(mine)}`)).json();
   } catch (error) {
-    answer = { error: `The control plane did not answer: ${error.message}` };
+    answer = { error: `The control plane did not answer: ${error.message}`, again: true };
   }
   asking = false;
   if (mine !== wanted) return;
-  if (answer.error) wanted = null;
+  if (answer.error && !answer.again) wanted = null;
   notice("life-error", answer.error ? `${answer.error[0].toUpperCase()}${answer.error.slice(1)}.` : "");
   $("life").hidden = Boolean(answer.error);
   if (!answer.error) show(answer.life);

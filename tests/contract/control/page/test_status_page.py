@@ -463,6 +463,18 @@ async def test_a_request_is_found_by_keyboard_and_its_life_shown(browser: Browse
         assert [c for c in complaints if "404" not in c] == []
 
 
+async def test_a_life_is_shown_although_one_question_found_no_answer(browser: Browser, tmp_path: Path) -> None:
+    async with browsing(browser) as (page, _), served(tmp_path) as (control, address):
+        with LinkedEngine([control.target]) as linked:
+            await one_life(control, linked)
+            await page.route("**/request?*", lambda route: route.abort())
+            await page.goto(f"{address}/#requests?id=mine")
+            await page.locator("#life-error", has_text="The control plane did not answer").wait_for()
+            await page.unroute("**/request?*")
+            await page.locator("#life h4", has_text="chatcmpl-mine-9f on engine").wait_for()
+            assert await page.locator("#life-error").inner_text() == ""
+
+
 async def another_update(page: Page) -> None:
     """Wait until another viewer has received two more updates, so the page has received them too."""
     await page.evaluate(
