@@ -65,10 +65,10 @@ class Facts(NamedTuple):
 
 def status(context: typer.Context, output: OutputOption = Output.table, watch: WatchOption = False) -> None:
     """Sum up policy, engines, requests, rollout, freezes, savings, harm, budgets and pressure in ten lines."""
-    watched(partial(_show, context, output), watch)
+    watched(partial(_show, context, output, watch), watch)
 
 
-def _show(context: typer.Context, output: Output) -> None:
+def _show(context: typer.Context, output: Output, watch: bool) -> None:
     with connect(context) as client:
         facts, unreachable = _ask(context, client)
     if output.is_table:
@@ -79,7 +79,7 @@ def _show(context: typer.Context, output: Output) -> None:
     else:
         show_value(_document(facts), output)
     warn_unreachable(unreachable)
-    if facts.not_known:
+    if facts.not_known and not watch:
         raise typer.Exit(UNREACHABLE)
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import grpc
 from meridian.v1 import fleet_pb2
 
 from meridian_control.cli import console, status
 from meridian_control.storage import postgres
-from tests.contract.ctl import CONNECTED, UNREACHABLE, engine, scripted
+from tests.contract.ctl import CONNECTED, REFUSED, UNREACHABLE, engine, scripted
 from tests.contract.ctl import run as run_here
 from tests.processes import MERIDIANCTL, Control, run
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 def test_a_control_plane_in_ten_lines(tmp_path: Path) -> None:
@@ -62,6 +65,16 @@ async def test_a_policy_store_that_does_not_answer_hides_only_what_it_has() -> N
     document = json.loads(told.stdout)
     assert document["not_known"] == {"policy": why, "rollout": why, "freezes": why}
     assert (document["policy"], document["requests"]["thinking"]) == (None, 3)
+
+
+async def test_watching_begins_while_the_policy_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "WATCH_S", 0.0)
+    engines, denied = fleet_pb2.ListEnginesResponse(engines=[of("a")]), grpc.StatusCode.PERMISSION_DENIED
+    savings, budgets = fleet_pb2.GetSavingsResponse(), fleet_pb2.ListBudgetsResponse()
+    listed: list[Any] = [engines, engines, denied]
+    async with scripted(ListEngines=listed, GetSavings=[savings], ListBudgets=[budgets]) as target:
+        shown = await run_here("status", "--watch", server=target)
+    assert (shown.exit_code, shown.stdout.count("1 connected")) == (REFUSED, 2)
 
 
 def test_a_call_waits_for_the_answer_that_names_a_database_which_hangs() -> None:
