@@ -415,6 +415,14 @@ def one_id(text: str | int) -> int:
     return number
 
 
+def labels_of(pairs: Sequence[str] | None) -> dict[str, str]:
+    """Return the labels that `--label` names."""
+    for pair in pairs or ():
+        if "=" not in pair[1:]:
+            fail(INVALID, f"--label must be NAME=VALUE; got {pair}")
+    return dict(pair.split("=", 1) for pair in pairs or ())
+
+
 def not_empty(context: typer.Context, option: typer.CallbackParam, value: str) -> str:
     """Refuse an empty text on the command line, as of a variable that is not set, for an option whose absence stands
     for everything, or for what the environment or the context says. Raises typer.BadParameter."""

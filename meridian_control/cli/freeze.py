@@ -16,7 +16,6 @@ from rich.table import Table
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
-    INVALID,
     Client,
     Output,
     OutputOption,
@@ -24,6 +23,7 @@ from meridian_control.cli.console import (
     connect,
     duration_s,
     fail,
+    labels_of,
     new_table,
     not_empty,
     one_id,
@@ -55,7 +55,7 @@ def freeze(
     engine: Annotated[list[str] | None, typer.Option(help="Glob of engine ids to freeze; may be repeated.")] = None,
     model: Annotated[str, typer.Option(help="Glob of models whose engines to freeze.", callback=not_empty)] = "",
     label: Annotated[
-        list[str] | None, typer.Option(help="Label of engines to freeze, KEY=VALUE; may be repeated.")
+        list[str] | None, typer.Option(help="Label of engines to freeze, NAME=VALUE; may be repeated.")
     ] = None,
     author: Author = "",
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until the engines confirm the freeze.")] = 10.0,
@@ -66,18 +66,13 @@ def freeze(
 
     The command fails unless every matching engine has confirmed, and at least one. The freeze stays in force also then.
     """
-    labels = dict(pair.split("=", 1) if "=" in pair else fail(INVALID, _bad_label(pair)) for pair in label or ())
-    match = freeze_pb2.FreezeMatch(engine_ids=engine or (), model=model, engine_labels=labels)
+    match = freeze_pb2.FreezeMatch(engine_ids=engine or (), model=model, engine_labels=labels_of(label))
     request = freeze_pb2.FreezeRequest(match=match, author=author, reason=reason)
     request.duration.FromSeconds(duration)
     with connect(context) as client:
         stored = client.freeze.Freeze(request, timeout=CALL_TIMEOUT_S).freeze
         say(f"freeze {stored.freeze_id} until {stamp_text(stored.end_time)}")
         _wait_for_confirmations(client, stored, wait, Expected(engines, allow_none))
-
-
-def _bad_label(pair: str) -> str:
-    return f"--label must be KEY=VALUE; got {pair!r}"
 
 
 def _wait_for_confirmations(client: Client, stored: freeze_pb2.StoredFreeze, wait_s: float, expected: Expected) -> None:

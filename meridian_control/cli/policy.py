@@ -29,6 +29,7 @@ from meridian_control.cli.console import (
     console,
     fail,
     first,
+    labels_of,
     new_table,
     not_empty,
     reported,
@@ -253,7 +254,7 @@ def policy_explain(
         tenant=tenant,
         slo_class=slo_class,
         effort=effort,
-        engine_labels=_labels(label or []),
+        engine_labels=labels_of(label),
         engine_id=engine,
         request_id=request,
     )
@@ -336,13 +337,6 @@ def _in_force(client: Client) -> policy_pb2.PolicyRevision | None:
 def _current_etag(client: Client) -> str:
     stored = _in_force(client)
     return stored.etag if stored else ""
-
-
-def _labels(pairs: list[str]) -> dict[str, str]:
-    for pair in pairs:
-        if "=" not in pair[1:]:
-            fail(INVALID, f"--label must be NAME=VALUE; got {pair}")
-    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def _print_answer(

@@ -382,8 +382,9 @@ async def test_explain(control: Control, file: Path) -> None:
     assert {"path": cap, "value": "32768", "origin": "default"} in plain
     missing = await control("policy", "explain", "--engine", "x")
     assert (missing.exit_code, missing.stderr) == (FAILED, 'NOT_FOUND: no engine "x" is connected\n')
-    for label in ("zone", "=a", ""):
-        bad = await control("policy", "explain", "--label", label)
+    commands = (["policy", "explain"], ["freeze", "--for", "1m", "--reason", "x"])
+    for command, label in product(commands, ("zone", "=a", "")):
+        bad = await control(*command, "--label", label)
         assert (bad.exit_code, bad.stderr) == (INVALID, f"--label must be NAME=VALUE; got {label}\n")
 
 
