@@ -49,9 +49,10 @@ class Script:
 
 
 class Detokenizer:
-    """The text of tokens as vLLM's FastIncrementalDetokenizer gives it."""
+    """The text of tokens as vLLM's FastIncrementalDetokenizer gives it. As with the agent, stop strings of a chat sleep
+    while it thinks."""
 
-    def __init__(self, script: Script, prompt: Sequence[int], body: dict[str, Any]) -> None:
+    def __init__(self, script: Script, prompt: Sequence[int], body: dict[str, Any], chat: bool) -> None:
         self._script, self._specials = script, not body.get("skip_special_tokens", True)
         self._ids = list(prompt)
         known = script.decode(prompt, self._specials)
@@ -61,6 +62,9 @@ class Detokenizer:
         self._include = body.get("include_stop_str_in_output", False)
         self._held = 0 if self._include or not self._stops else max(map(len, self._stops)) - 1
         self._output, self._sent = "", 0
+        chat = chat or body.get("vllm_xargs", {}).get("meridian_chat") == 1
+        # Whether stop strings sleep, and the length of the text in which they slept.
+        self._asleep, self._begin = chat and END not in prompt, 0
 
     def add(self, token: int) -> str | None:
         """Take a token and return the stop string that its text completes, if any."""
@@ -70,7 +74,10 @@ class Detokenizer:
             return None
         self._output += text[len(self._prefix) :]
         self._prefix = text
-        found = [(at + len(stop), stop) for stop in self._stops if (at := self._output.find(stop)) >= 0]
+        if self._asleep:
+            self._asleep, self._begin = token != END, len(self._output)
+            return None
+        found = [(at + len(stop), stop) for stop in self._stops if (at := self._output.find(stop, self._begin)) >= 0]
         if not found:
             return None
         end, stop = min(found, key=lambda each: each[0])
@@ -178,7 +185,7 @@ class FakeVllm:
             return web.json_response({"error": {"message": "refused"}}, status=plan.status or 400, headers=headers)
         form = _form(chat, request.headers.get("X-Request-Id", "none"))
         writer = _Writer(form, chat, body, len(prompt), self.cuts_at_marker)
-        deltas = self._deltas(prompt, left, limit, body, plan)
+        deltas = self._deltas(Detokenizer(self.script, prompt, body, chat), left, limit, body, plan)
         if not body.get("stream"):
             return web.json_response(writer.whole(list(deltas)))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -217,10 +224,10 @@ class FakeVllm:
             await send("[DONE]")
 
     def _deltas(
-        self, prompt: list[int], left: list[int], limit: int, body: dict[str, Any], plan: Plan
+        self, text: Detokenizer, left: list[int], limit: int, body: dict[str, Any], plan: Plan
     ) -> Iterator[Delta]:
         """Yield the chunks of a generation until its end or until the plan breaks it."""
-        text, held, sizes = Detokenizer(self.script, prompt, body), list[int](), 0
+        held, sizes = list[int](), 0
         wants = body.get("vllm_xargs", {}).get("meridian_handover_candidate") == 1
         for done, token in enumerate(left):
             if plan.breaks_after == done:

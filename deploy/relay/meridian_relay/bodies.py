@@ -50,11 +50,13 @@ READ = (
     "max_completion_tokens",
     "vllm_xargs",
 )
+# Fields that are carried with 0 only, because the penalties count the tokens of the output alone. An engine may have
+# another default.
+PENALTIES = "presence_penalty", "frequency_penalty"
 # Fields that are allowed with the value that changes nothing.
 NEUTRAL: dict[str, Any] = {
     "n": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
+    **dict.fromkeys(PENALTIES, 0),
     "length_penalty": 1,
     "logprobs": False,
     "top_logprobs": 0,
@@ -69,6 +71,8 @@ COUNTS = ("max_tokens", "max_completion_tokens", "min_tokens")
 THINK_LIMITS = ("meridian_max_think_tokens", "meridian_min_think_tokens")
 # Marks a request that the relay can continue on another engine; the agent reads it.
 CANDIDATE = "meridian_handover_candidate"
+# Facts about a chat that its completion does not say; the agent reads them.
+CHAT_MARK, EFFORT = "meridian_chat", "meridian_effort"
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,8 @@ class HandoverTarget:
     """Where and how to continue a request, as the engine that thought says.
 
     url: the base URL, empty if it cannot be read. kv_transfer_params: None if the engine at the URL must recompute.
-    expires_ms: milliseconds from the arrival. max_tokens: the limit in force, which an engine chooses if the client
-    names none; None if the engine does not say it.
+    expires_ms: milliseconds from the arrival. max_tokens: the limit in force on the engine that thought, which may be
+    lower than the client's; None if the engine does not say it.
     """
 
     ref: str = ""
@@ -214,10 +218,11 @@ def next_body(
     """Return the completion that continues a request.
 
     left: the tokens that may still be generated. ref: the reference of the handover, empty without one. stops: the stop
-    strings that the engine finds; those that it does not get, the relay finds.
+    strings that the engine finds; those that it does not get, the relay finds. The agent reads a chat's thinking in a
+    completion like that in a chat: stops sleep, and the effort counts.
     """
     own, done = request.body, len(progress.tokens)
-    body = {name: own[name] for name in CARRIED if name in own}
+    body = {name: own[name] for name in (*CARRIED, *PENALTIES) if name in own}
     body |= {
         "prompt": progress.prompt + progress.tokens,
         "max_tokens": left,
@@ -228,6 +233,9 @@ def next_body(
     }
     xargs = {name: value for name, value in own.get("vllm_xargs", {}).items() if name not in {*THINK_LIMITS, CANDIDATE}}
     xargs["meridian_prompt_tokens"] = len(progress.prompt)
+    xargs.setdefault(CHAT_MARK, 1)
+    if effort := own.get("reasoning_effort"):
+        xargs.setdefault(EFFORT, effort)
     if ref:
         xargs["meridian_handover"] = ref
     if progress.thinking:

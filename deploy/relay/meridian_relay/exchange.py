@@ -220,27 +220,28 @@ class Exchange:
             await self._send("", "", "length")
             return
         params, ref = self._transfer(url), self._continuation.ref if self._continuation else ""
-        # An engine cannot find a stop string that began in the text before its first token.
-        stops = () if self._text.content or self._progress.thinking else self._request.stops
+        # An engine cannot find a stop string that began in the content before its first token.
+        stops = () if self._text.content else self._request.stops
         self._engine_text = bool(stops)
+        separated = not self._progress.thinking
         body = next_body(self._request, self._progress, left=left, ref=ref, kv_transfer_params=params, stops=stops)
         try:
             async with aclosing(self._engines.chunks(url, COMPLETIONS, body, self._headers)) as chunks:
                 async for chunk in chunks:
                     if chunk["choices"]:
                         self._note_second_leg(url, params is not None)
-                        await self._take(chunk["choices"][0], bool(stops))
+                        await self._take(chunk["choices"][0], bool(stops) and separated)
                     if self._finished:
                         return
         except Refused as refused:
             raise EngineFailed(f"{refused}: {refused.body[:200].decode(errors='replace')}") from refused
         raise EngineFailed("the stream ended without a finish_reason", broke=True)
 
-    async def _take(self, choice: dict[str, Any], stops_found: bool) -> None:
-        """Send the text of a completion's chunk. stops_found: the engine finds the stop strings."""
+    async def _take(self, choice: dict[str, Any], whole: bool) -> None:
+        """Send the text of a completion's chunk. whole: all of it is content, in which the engine finds the stops."""
         text, reasons = choice["text"], (choice.get("finish_reason"), choice.get("stop_reason"))
         self._count(choice, bool(text))
-        if stops_found:
+        if whole:
             self._text.note("", text)
             await self._send("", text, *reasons)
         else:
@@ -305,7 +306,8 @@ class Exchange:
 
     async def _tokens_left(self, url: str) -> int:
         limit, done = self._request.max_tokens, len(self._progress.tokens)
-        if limit is None and self._continuation is not None:
+        if self._continuation is not None and self._continuation.max_tokens is not None:
+            # An engine may have a lower limit than the client asks for.
             limit = self._continuation.max_tokens
         if limit is not None:
             return limit - done

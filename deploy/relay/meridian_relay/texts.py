@@ -72,7 +72,7 @@ class ReceivedText:
 
     `reasoning` and `content` are the text that has been received, without the end marker. An engine's chat parser
     separates the two itself (`note`); the text of a completion that continues a broken stream is separated here
-    (`feed`).
+    (`feed`). Stop strings are searched here in the content only: whether they end thinking, too, the engine decides.
     """
 
     def __init__(self, marker: str, stops: Sequence[str], include: bool) -> None:
@@ -92,39 +92,32 @@ class ReceivedText:
         `thinking`: whether the text so far is all reasoning; only the first call reads it.
         """
         if self._match is None:
-            self._match = StopMatch(self._stops, self._include, self.content or self.reasoning)
+            self._match = StopMatch(self._stops, self._include, self.content)
             self._split = MarkerSplit(self.marker) if thinking else None
-        thought = self._split is not None and not self._split.over
         reasoning, content = self._split.feed(text) if self._split else ("", text)
         self.note(reasoning, content)
-        said, stop = self._match.feed(reasoning) if thought else ("", None)
-        if stop is not None or (self._split and not self._split.over):
-            return said, "", stop
-        if thought:
-            said += self._match.flush()
-            self._match = StopMatch(self._stops, self._include)
         answer, stop = self._match.feed(content)
-        return said, answer, stop
+        return reasoning, answer, stop
 
     def flush(self) -> tuple[str, str]:
         """Return the reasoning and the content that are held back."""
         if self._match is None:
             return "", ""
-        if self._split is None or self._split.over:
-            return "", self._match.flush()
-        held = self._split.flush()
+        held = self._split.flush() if self._split else ""
         self.note(held, "")
-        return self._match.feed(held)[0] + self._match.flush(), ""
+        return held, self._match.flush()
 
     def missing(self, full: str) -> str | None:
         """Return the text that the engine had and did not send, with the end marker if it is part of that text.
 
         `full` is the text of all generated tokens. The result is None if the received text is not a part of `full`, as
-        with a parser that changes the text.
+        with a parser that changes the text. Otherwise it begins with the text that `feed` holds back, which it forgets.
         """
         thought, mark, answer = full.removeprefix(start_marker(self.marker)).partition(self.marker)
         if not self.content:
             rest = _rest(thought, self.reasoning)
+            if rest is not None and self._split:
+                self._split.flush()
             return None if rest is None else rest + mark + answer
         rest = _rest(answer, self.content) if mark else None
         return _rest(full, self.content) if rest is None else rest

@@ -39,7 +39,8 @@ async def test_a_handover() -> None:
     async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
         await handed(home, answering.url)
         own = {"meridian_tenant": "t", "meridian_max_think_tokens": 50}
-        fields = {"temperature": 0.5, "stop": ["nowhere"], "min_tokens": None, "vllm_xargs": own}
+        fields = {"temperature": 0.5, "presence_penalty": 0, "stop": ["nowhere"], "min_tokens": None}
+        fields |= {"reasoning_effort": "low", "vllm_xargs": own}
         async with relayed.session.post(
             relayed.url + CHAT, json=BODY | fields, headers={"X-Request-Id": "mine", "Authorization": "Bearer key"}
         ) as response:
@@ -54,12 +55,15 @@ async def test_a_handover() -> None:
         assert second.pop("prompt") == PROMPT + SCRIPT.tokens[:KNOWN]
         assert second.pop("vllm_xargs") == {
             "meridian_tenant": "t",
+            "meridian_chat": 1,
+            "meridian_effort": "low",
             "meridian_handover": "ref-1",
             "meridian_prompt_tokens": len(PROMPT),
         }
         assert second == {
             "model": "m",
             "temperature": 0.5,
+            "presence_penalty": 0,
             "stop": ["nowhere"],
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -104,11 +108,12 @@ async def test_without_a_limit_the_context_is_the_limit() -> None:
         assert answering.seen[1][1]["max_tokens"] == CONTEXT - len(PROMPT) - KNOWN
 
 
-async def test_the_limit_that_the_engine_chose_holds_after_the_handover() -> None:
-    """If a client names no limit, vLLM uses the model's default, which is often below the context."""
+@pytest.mark.parametrize("most", [None, 100])
+async def test_the_limit_that_the_engine_chose_holds_after_the_handover(most: int | None) -> None:
+    """vLLM uses the model's or the server's limit if the client names none or a higher one."""
     async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
         await handed(home, answering.url, max_tokens=KNOWN + 2)
-        answer = await relayed.ask(max_tokens=None)
+        answer = await relayed.ask(max_tokens=most)
         assert answering.seen[0][1]["max_tokens"] == 2
         assert (answer.ending(), answer.usage()["completion_tokens"]) == (("length", None), KNOWN + 2)
 
@@ -158,7 +163,8 @@ async def test_broken_thinking_goes_on_at_the_newest_answering_engine() -> None:
         assert whole(answer) == (THOUGHT, ANSWER)
         _, body = answering.seen[1]
         assert body["skip_special_tokens"] is False
-        assert body["vllm_xargs"] == {"meridian_max_think_tokens": 48, "meridian_prompt_tokens": len(PROMPT)}
+        limits = {"meridian_max_think_tokens": 48, "meridian_prompt_tokens": len(PROMPT)}
+        assert body["vllm_xargs"] == limits | {"meridian_chat": 1}
         assert relayed.results() == {"handed_over": 1, "one_engine": 1}
         assert relayed.value("meridian_relay_resumed_total", stage="thinking") == 1
 
