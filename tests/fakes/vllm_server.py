@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 PROMPT, END, EOS, FIRST = [7, 8, 9], 1, 2, 100
 MARKER = "</think>"
 CONTEXT = 200
+# A header that vLLM's server gives each response to a web page.
+CORS = {"Access-Control-Allow-Origin": "*"}
 
 
 class Script:
@@ -181,14 +183,14 @@ class FakeVllm:
         left = self.script.after(prompt)
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or CONTEXT - len(prompt)
         if plan.status is not None or left is None or len(prompt) + limit > CONTEXT:
-            headers = {"Location": "/v1/models"} if plan.status in range(300, 400) else {}
+            headers = CORS | ({"Location": "/v1/models"} if plan.status in range(300, 400) else {})
             return web.json_response({"error": {"message": "refused"}}, status=plan.status or 400, headers=headers)
         form = _form(chat, request.headers.get("X-Request-Id", "none"))
         writer = _Writer(form, chat, body, len(prompt), self.cuts_at_marker)
         deltas = self._deltas(Detokenizer(self.script, prompt, body, chat), left, limit, body, plan)
         if not body.get("stream"):
-            return web.json_response(writer.whole(list(deltas)))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+            return web.json_response(writer.whole(list(deltas)), headers=CORS)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"} | CORS)
         await response.prepare(request)
         try:
             await self._stream(response, writer, deltas, plan, prompt)

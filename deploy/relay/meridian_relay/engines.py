@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+
+    from multidict import MultiMapping
 
 # Seconds for which an engine that refused a connection or answered with an error gets no request if another is there.
 SKIP_S = 2.0
@@ -40,11 +42,11 @@ class EngineFailed(Exception):  # noqa: N818 - the name states the condition
 
 
 class Refused(Exception):  # noqa: N818 - the name states the condition
-    """An engine has answered that the request is wrong, with this status, content type and body."""
+    """An engine has answered that the request is wrong, with this status, these headers and this body."""
 
-    def __init__(self, status: int, content_type: str, body: bytes) -> None:
+    def __init__(self, status: int, headers: MultiMapping[str], body: bytes) -> None:
         super().__init__(f"status {status}")
-        self.status, self.content_type, self.body = status, content_type, body
+        self.status, self.headers, self.body = status, headers, body
 
 
 class Engines:
@@ -100,9 +102,17 @@ class Engines:
             self._under_way[url] -= 1
 
     async def chunks(
-        self, url: str, path: str, body: dict[str, Any], headers: Mapping[str, str]
+        self,
+        url: str,
+        path: str,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+        begins: Callable[[MultiMapping[str]], None] = lambda headers: None,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of a stream until its regular end. Raises EngineFailed or Refused."""
+        """Yield the chunks of a stream until its regular end. Raises EngineFailed or Refused.
+
+        begins: is called with the response's headers before the first chunk.
+        """
         begun = False
         try:
             with self.counted(url):
@@ -111,6 +121,7 @@ class Engines:
                     self.answered(url, response.status)
                     await _check(response)
                     begun = True
+                    begins(response.headers)
                     async for chunk in _events(response.content):
                         yield chunk
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
@@ -158,7 +169,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
         async with asyncio.timeout(ANSWER_S):
             body = await response.read()
     if 400 <= response.status < 500:
-        raise Refused(response.status, response.headers.get("Content-Type", "application/json"), body)
+        raise Refused(response.status, response.headers, body)
     raise EngineFailed(f"status {response.status}: {body[:200].decode(errors='replace')}")
 
 

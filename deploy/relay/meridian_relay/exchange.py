@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aiohttp import web
+    from multidict import MultiMapping
 
     from meridian_relay.bodies import CarriedRequest
     from meridian_relay.engines import Engines
@@ -41,6 +42,8 @@ class NoEngineLeft(Exception):  # noqa: N818 - the name states the condition
 
 
 class Reply(Protocol):
+    def begin(self, headers: MultiMapping[str]) -> None: ...
+
     async def send(self, chunk: dict[str, Any]) -> None: ...
 
     async def end(self, usage: dict[str, Any]) -> web.StreamResponse: ...
@@ -122,7 +125,7 @@ class Exchange:
         try:
             async with (
                 asyncio.timeout(None) as limit,
-                aclosing(self._engines.chunks(url, CHAT, body, self._headers)) as chunks,
+                aclosing(self._engines.chunks(url, CHAT, body, self._headers, self._reply.begin)) as chunks,
             ):
                 async for chunk in chunks:
                     if not chunk["choices"]:

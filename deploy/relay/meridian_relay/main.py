@@ -46,7 +46,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="further host name under which the relay and /metrics may be asked; repeatable",
     )
-    p.add_argument("--think-end", default="</think>", help="text with which the model ends its thinking")
+    p.add_argument(
+        "--think-end",
+        default="</think>",
+        help="text with which the model ends its thinking; of gpt-oss this is all from <|end|> to <|message|>",
+    )
     p.add_argument("--drain-s", type=float, default=30.0, help="seconds for requests under way after SIGTERM")
     log.add_flags(p, log_format())
     p.add_argument("--version", action="version", version=__version__)

@@ -6,11 +6,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from multidict import CIMultiDict
+
+from meridian_relay.headers import OF_THE_BODY, REQUEST_ID, passed
 
 if TYPE_CHECKING:
     from aiohttp import web_request
+    from multidict import MultiMapping
 
-REQUEST_ID = "X-Request-Id"
 USAGE = (
     "prompt_tokens",
     "total_tokens",
@@ -59,6 +62,11 @@ class StreamedReply:
             headers={"Content-Type": "text/event-stream; charset=utf-8", REQUEST_ID: request_id}
         )
 
+    def begin(self, headers: MultiMapping[str]) -> None:
+        """Give the response, unless it has begun, the headers of an engine's response that are not its body's."""
+        if not self._response.prepared:
+            self._response.headers.update(passed(headers, OF_THE_BODY))
+
     async def send(self, chunk: dict[str, Any]) -> None:
         await self._write(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
 
@@ -91,11 +99,15 @@ class WholeReply:
     """Collects chunks and answers with one chat completion."""
 
     def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
+        self._request_id, self._headers = request_id, CIMultiDict({REQUEST_ID: request_id})
         self._form: dict[str, Any] = {}
         self._role = "assistant"
         self._text = {"reasoning": "", "content": ""}
         self._ending: dict[str, Any] = {}
+
+    def begin(self, headers: MultiMapping[str]) -> None:
+        """Give the response the headers of an engine's response that are not its body's."""
+        self._headers.update(passed(headers, OF_THE_BODY))
 
     async def send(self, chunk: dict[str, Any]) -> None:
         choice = chunk["choices"][0]
@@ -130,7 +142,7 @@ class WholeReply:
         }
         body |= dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
         body |= dict.fromkeys(("kv_transfer_params", "ec_transfer_params")) | {"metrics": usage.get("metrics")}
-        return web.json_response(body, headers={REQUEST_ID: self._request_id})
+        return web.json_response(body, headers=self._headers)
 
     async def fail(self) -> web.StreamResponse:
         return bad_gateway(self._request_id)

@@ -9,40 +9,25 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 from yarl import URL
 
 from meridian_relay.bodies import CHAT, carried
 from meridian_relay.engines import UNREACHABLE, Engines, Refused
 from meridian_relay.exchange import Exchange, NoEngineLeft
+from meridian_relay.headers import OF_THE_BODY, OWN, REQUEST_ID, passed
 from meridian_relay.listener import HttpListener
 from meridian_relay.metrics import RelayMetrics
-from meridian_relay.replies import REQUEST_ID, ClientGone, StreamedReply, WholeReply, no_engine
+from meridian_relay.replies import ClientGone, StreamedReply, WholeReply, no_engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from multidict import MultiMapping
     from prometheus_client import CollectorRegistry
 
     from meridian_relay.bodies import CarriedRequest
 
 logger = logging.getLogger(__name__)
 
-HOP_BY_HOP = {
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "proxy-connection",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-}
-# Headers that belong to the client's own request, and are wrong on one that the relay writes.
-OWN = {"host", "expect"}
-OF_THE_BODY = OWN | {"content-length", "content-type", "content-encoding", "accept-encoding", "x-request-id"}
 # Largest body of a chat request in bytes; images may be part of it.
 MAX_BODY = 1 << 30
 
@@ -102,8 +87,9 @@ class Relay:
             result = exchange.result
         except Refused as refused:
             result = exchange.result
-            own = {"Content-Type": refused.content_type, REQUEST_ID: request_id}
-            response = web.Response(status=refused.status, body=refused.body, headers=own)
+            answered = passed(refused.headers, {"content-length"})
+            answered[REQUEST_ID] = request_id
+            response = web.Response(status=refused.status, body=refused.body, headers=answered)
         except NoEngineLeft:
             response = await reply.fail()
         except ClientGone as gone:
@@ -155,10 +141,3 @@ def target_of(request: web.Request) -> str:
     """Return the path and query that a client asks for; clients of a proxy name the whole URL."""
     raw = request.raw_path
     return raw if raw.startswith("/") else request.rel_url.raw_path_qs
-
-
-def passed(headers: MultiMapping[str], without: set[str]) -> CIMultiDict[str]:
-    """Return the headers that a proxy passes on, but for those in `without` (in lower case)."""
-    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
-    left_out = HOP_BY_HOP | named | without
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)

@@ -13,7 +13,7 @@ from yarl import URL
 
 from meridian_relay.engines import EngineFailed, _events
 from tests.contract.relay.relayed import BODY, PARAMS, Relayed, ask, engines, handover, relaying
-from tests.fakes.vllm_server import CONTEXT, END, PROMPT, FakeVllm, Plan, Script
+from tests.fakes.vllm_server import CONTEXT, CORS, END, PROMPT, FakeVllm, Plan, Script
 from tests.processes import free_port
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ async def test_a_handover() -> None:
             relayed.url + CHAT, json=BODY | fields, headers={"X-Request-Id": "mine", "Authorization": "Bearer key"}
         ) as response:
             text = await response.text()
-            assert response.headers["X-Request-Id"] == "mine"
+            assert response.headers.items() >= (CORS | {"X-Request-Id": "mine"}).items()
         assert "meridian" not in text
         (_, first), (path, second) = home.seen[0], answering.seen[0]
         assert (first["vllm_xargs"], first["return_token_ids"]) == (own | {"meridian_handover_candidate": 1}, True)
@@ -213,6 +213,7 @@ async def test_a_refusal_reaches_the_client() -> None:
         home.usual = Plan(status=422)
         answer = await relayed.ask()
         assert (answer.status, answer.error) == (422, {"message": "refused"})
+        assert answer.headers.items() >= CORS.items()
         assert relayed.results() == {"one_engine": 1}
 
 
@@ -224,6 +225,7 @@ async def test_one_json_object() -> None:
             body = BODY | {"stream": False, "stream_options": None}
             async with relayed.session.post(url + CHAT, json=body, headers={"X-Request-Id": "x"}) as response:
                 bodies.append(await response.json())
+                assert response.headers.items() >= CORS.items()
         assert bodies[0] == bodies[1]
         assert list(bodies[0]) == list(bodies[1])
         assert relayed.results() == {"handed_over": 1}

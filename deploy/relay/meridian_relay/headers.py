@@ -1,0 +1,33 @@
+"""Chooses the headers that the relay passes on between clients and engines. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from multidict import CIMultiDict
+
+if TYPE_CHECKING:
+    from multidict import MultiMapping
+
+REQUEST_ID = "X-Request-Id"
+HOP_BY_HOP = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
+# Headers that belong to the client's own request, and are wrong on one that the relay writes.
+OWN = {"host", "expect"}
+OF_THE_BODY = OWN | {"content-length", "content-type", "content-encoding", "accept-encoding", "x-request-id"}
+
+
+def passed(headers: MultiMapping[str], without: set[str]) -> CIMultiDict[str]:
+    """Return the headers that a proxy passes on, but for those in `without` (in lower case)."""
+    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
+    left_out = HOP_BY_HOP | named | without
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)
