@@ -496,12 +496,15 @@ class Agent:
                 self.accounts.prefills.append(output.total_num_scheduled_tokens - requests)
             return
         self._asked = None
-        if self.observe_entropy and tracker.by_id and tracker.markers.known and not self.frozen:
+        reads = self.observe_entropy and tracker.markers.known and not self.frozen
+        # In a pipeline the steps take turns, so the sender hears of all live requests, the workers of the step's own.
+        measures = reads and len(tracker.unmeasured_ids) < len(tracker.by_id)
+        if measures:
             end, probes = tracker.markers.ends[0][0], self.probing.placed
             self._asked = self._asking.request(end, scheduled.keys(), tracker.unmeasured_ids, probes)
             if self._asked is not None:
                 setattr(output, REQUEST, self._asked)
-        self._tell_sender(measures=self._asked is not None)
+        self._tell_sender(measures)
         self._asks_same = self._asked is None or self._asked[2] is None
         self.accounts.scheduled(output)
         # With this flag vLLM waits for the previous step, and fails if there is none.
@@ -517,8 +520,8 @@ class Agent:
         self.calm.scheduled(len(scheduled))
 
     def _tell_sender(self, measures: bool) -> None:
-        """Tell the sender whether the workers measure something in the step. If none did before, the records that wait
-        may wait for more steps than later ones will, so the step is sent at once."""
+        """Tell the sender whether the workers measure a live request. If none was measured before, the records that
+        wait may wait for more steps than later ones will, so the step is sent at once."""
         if measures and not self._outbox.measures and self.lease.merge_unmeasured:
             self.tracker.record.urgent = True
         self._outbox.measures = measures

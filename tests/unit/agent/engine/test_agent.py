@@ -162,6 +162,18 @@ def test_nothing_is_measured_while_all_requests_of_the_steps_answer(agent: Agent
     assert asked == [True, False]
 
 
+def test_batches_of_a_pipeline_that_take_turns_make_no_step_urgent(agent: Agent) -> None:
+    agent.observe_entropy = agent.link.lease.merge_unmeasured = True
+    opened(agent.tracker, "thinks", [START])
+    opened(agent.tracker, "answers", [START, END])
+    agent.tracker.take_record()
+    urgent = []
+    for name in ("answers", "thinks", "answers", "thinks"):
+        agent.after_schedule(scheduler_of(), scheduled({name: 1}))
+        urgent.append(agent.tracker.take_record().urgent)
+    assert urgent == [True, False, False, False]
+
+
 def test_a_new_request_is_reported_sooner_where_a_step_has_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
     monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
