@@ -84,6 +84,12 @@ ROLLOUT = (
         "resume.",
     ),
     gauge(
+        "meridian_rollout_changed_timestamp_seconds",
+        (),
+        "Time of the newest rollout's last event, in seconds since 1970.",
+        "Less than an hour ago in the state `rolled_back`: as for that state.",
+    ),
+    gauge(
         "meridian_rollout_step",
         (),
         "Step that the newest rollout is in, counted from 1.",

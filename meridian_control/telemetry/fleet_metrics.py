@@ -222,6 +222,7 @@ def _staged(rollout: Rollout | None) -> Iterator[tuple[str, Rows]]:
     """Yield the rollout's metric families, which are empty if there is no rollout."""
     rollouts = [] if rollout is None else [rollout]
     yield "meridian_rollout_state", [((state.word,), r.state is state) for r in rollouts for state in State]
+    yield "meridian_rollout_changed_timestamp_seconds", [((), r.events[-1].time.timestamp()) for r in rollouts]
     yield "meridian_rollout_step", [((), r.step) for r in rollouts]
     yield "meridian_rollout_steps", [((), len(r.plan.step)) for r in rollouts]
     engines = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from typing import TYPE_CHECKING
 
 import grpc
@@ -140,6 +141,8 @@ async def test_a_rollout(own: Process) -> None:
             assert value(own, "meridian_rollout_state", state="running") == 1
             assert value(own, "meridian_rollout_state") == value(own, "meridian_rollout_step") == 1
             assert value(own, "meridian_rollout_steps") == 2
+            started = value(own, "meridian_rollout_changed_timestamp_seconds")
+            assert 0 <= time.time() - started < 60
             await until(lambda: value(own, "meridian_rollout_engines", policy="other") == 1)
             assert value(own, "meridian_rollout_engines") == 1
             read = [s for s in scraped(own)["meridian_rollout_guardrail_ratio"].samples if s.value == 0]
@@ -147,6 +150,7 @@ async def test_a_rollout(own: Process) -> None:
             await clients.rollout.AbortRollout(rollout_pb2.AbortRolloutRequest(rollout_id=1))
             assert value(own, "meridian_rollout_state", state="aborted") == 1
             assert value(own, "meridian_rollout_state", state="running") == 0
+            assert value(own, "meridian_rollout_changed_timestamp_seconds") > started
 
 
 @pytest.mark.parametrize(("reading", "limit", "ratio"), [(30.0, 40.0, 0.75), (2, 0, math.inf), (0, 0, 0.0)])
