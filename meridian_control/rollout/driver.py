@@ -37,6 +37,9 @@ IDLE_TICKS = 10
 STORE_S = 5.0
 # Largest number of seconds between two samples that count towards the bake time of a step.
 MAX_ELAPSED_S = 5.0
+# Seconds after which every engine that is alive has connected to this replica, or again to another; a lease may be far
+# longer.
+RETURN_S = 60.0
 
 
 class Governed(Protocol):
@@ -181,8 +184,7 @@ class Rollouts:
         elapsed_s = min(max(0.0, (now - self._looked_at).total_seconds()), MAX_ELAPSED_S)
         self._watched_s += elapsed_s
         sample = self._sampler.sample(engines, before, self._lease_s, now, elapsed_s)
-        # Which engines have the candidate is known once they have connected to this replica, or again to another.
-        sample = replace(sample, returning=self._watched_s < self._lease_s)
+        sample = replace(sample, returning=self._watched_s < min(self._lease_s, RETURN_S))
         self._looked_at, self._stored_at = now, min(self._stored_at, now)
         # A change of state that could not be stored is stored before the rollout goes on.
         after = tick(before, sample, elapsed_s, now) if before.changes == stored.changes else before
@@ -191,8 +193,9 @@ class Rollouts:
         if after.changes == stored.changes and not (due and after != stored):
             return
         self._stored_at = now
-        # `save` returns None if a caller changed the rollout in the meantime; the next tick begins with the stored one.
-        self._driven = saved = await self.store.save(after, self._fence)
+        saved = await self.store.save(after, self._fence)
+        # `save` returns None if a caller changed the rollout meanwhile; the next tick goes on with the stored one.
+        self._driven = saved or before
         if saved is not None and saved.changes != stored.changes:
             event = saved.events[-1]
             level = logging.WARNING if event.event in ("halted", "rolled_back") else logging.INFO

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meridian_control.rollout.state import Rollout
+    from meridian_control.rollout.store import Fence
     from tests.contract.control.app.test_server import Process
 
 
@@ -218,9 +219,13 @@ async def test_a_restart_in_the_middle(control: Control) -> None:
         assert (await control.ticks(2)).state == COMPLETED
 
 
-async def test_after_a_restart_no_step_ends_before_its_engines_are_back(control: Control) -> None:
+@pytest.mark.parametrize(("lease_s", "back_s"), [(6, 6), (86_400, 60)])
+async def test_after_a_restart_no_step_ends_before_its_engines_are_back(
+    control: Control, lease_s: int, back_s: int
+) -> None:
+    new = to_proto(parse_toml(f"fallback.lease_ms = {lease_s * 1000}"))
     with Engine(control, "a", "canary-1") as a, Engine(control, "b", "canary-2") as b:
-        await control.begin({**CANARY, "bake_s": 8.0}, ALL)
+        await control.begin({**CANARY, "bake_s": 8.0}, ALL, policy=new)
         await a.has(2)
         await b.has(2)
         assert (await control.ticks(8)).step == 1
@@ -228,8 +233,29 @@ async def test_after_a_restart_no_step_ends_before_its_engines_are_back(control:
     await control.start()
     with Engine(control, "a", "canary-1") as a:
         await a.has(2)
-        assert (await control.ticks(6)).step == 1
+        assert (await control.ticks(back_s)).step == 1
         assert (await control.ticks(1)).step == 2
+
+
+async def test_a_caller_who_is_faster_than_a_tick_delays_no_step(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, save = control.rollouts.store, control.rollouts.store.save
+
+    async def late(rollout: Rollout, fence: Fence | None) -> Rollout | None:
+        monkeypatch.undo()
+        await control.stub.PauseRollout(rollout_pb2.PauseRolloutRequest())
+        await control.stub.ResumeRollout(rollout_pb2.ResumeRolloutRequest())
+        return await save(rollout, fence)
+
+    with Engine(control, "a", "canary") as a:
+        await control.begin(CANARY, ALL)
+        await a.has(2)
+        monkeypatch.setattr(store, "save", late)
+        assert (await control.ticks(3)).step == 1
+        found = await control.ticks(3)
+        assert found.step == 2
+        assert [event.event for event in found.events] == ["started", "paused", "resumed", "advanced"]
 
 
 async def test_an_engine_whose_labels_change_keeps_what_it_has(control: Control) -> None:
