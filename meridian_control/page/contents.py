@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections import Counter
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -75,23 +76,25 @@ class Collector:
 
     def __init__(self, whole: WholeFleet, policies: PolicyStore, rollouts: RolloutStore) -> None:
         self._whole, self._policies, self._rollouts = whole, policies, rollouts
-        self._parts = Kept(self._ask_parts, list[Shown]())
+        # Each part has its own patience, because one may wait for the database.
+        self._parts = [Kept(partial(_ask_part, part), Shown({})) for part in whole.fleet.parts.values()]
         unknown = "Revisions and rollouts are not known: the policy store has not answered yet."
         nothing: tuple[list[RevisionHeader], list[Rollout], str] = [], [], unknown
-        self._stored = Kept(self._ask_stored, nothing, PATIENCE_S)
+        self._stored = Kept(self._ask_stored, nothing)
 
     async def stop(self) -> None:
         """End the questions that have no answer yet."""
-        await asyncio.gather(self._parts.stop(), self._stored.stop())
+        await asyncio.gather(self._stored.stop(), *(part.stop() for part in self._parts))
 
     async def collect(self, asked: Set[str], now: datetime) -> Contents:
         """Return the contents with the asked tables. Raises MeridianError."""
         whole, parts = self._whole, self._whole.fleet.parts.values()
-        fleet, ends, blocks, stored = await asyncio.gather(
+        part_age_s = 0 if asked - OWN_TABLES else KEPT_S
+        fleet, ends, stored, *blocks = await asyncio.gather(
             self._fleet("requests" in asked),
             newest_ends(whole) if "ends" in asked else _nothing(),
-            self._parts.get(0 if asked - OWN_TABLES else KEPT_S),
             self._stored.get(0 if asked & STORED else KEPT_S),
+            *(part.get(part_age_s) for part in self._parts),
         )
         engines, requests, silent = fleet
         requests.sort(key=lambda request: -request.think_tokens)
@@ -135,10 +138,6 @@ class Collector:
         engines, silent = await self._whole.engines()
         return engines, [], silent
 
-    async def _ask_parts(self) -> list[Shown]:
-        parts = self._whole.fleet.parts.values()
-        return list(await asyncio.gather(*(answer_of(part, part.show(), Shown({})) for part in parts)))
-
     async def _ask_stored(self) -> tuple[list[RevisionHeader], list[Rollout], str]:
         """Return revisions and rollouts, newest first, or a note that the database cannot be read."""
         try:
@@ -148,17 +147,17 @@ class Collector:
 
 
 class Kept(Generic[T]):
-    """An answer that is asked for again once it is too old. first: what holds before the first answer. patience_s:
-    seconds for which a new answer is waited for; then the one before holds until the new one has come."""
+    """An answer that is asked for again once it is too old. A new answer is waited for PATIENCE_S long; then the one
+    before holds until the new one has come. first: what holds before the first answer."""
 
-    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]], first: T, patience_s: float | None = None) -> None:
-        self._ask, self._answer, self._patience_s = ask, first, patience_s
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]], first: T) -> None:
+        self._ask, self._answer = ask, first
         self._asking: asyncio.Task[T] | None = None
         self._asked_at = -math.inf
 
     async def get(self, age_s: float) -> T:
         """Return an answer that is at most this old, in seconds, unless a newer one is still to come."""
-        now, patience_s = asyncio.get_running_loop().time(), 0.0 if self._asking else self._patience_s
+        now, patience_s = asyncio.get_running_loop().time(), 0.0 if self._asking else PATIENCE_S
         if self._asking is None and now - self._asked_at >= age_s:
             self._asking, self._asked_at = asyncio.create_task(self._ask()), now
         if self._asking is not None:
@@ -172,6 +171,10 @@ class Kept(Generic[T]):
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking])
+
+
+async def _ask_part(part: FleetPart) -> Shown:
+    return await answer_of(part, part.show(), Shown({}))
 
 
 async def _nothing() -> list[Any]:

@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.capabilities.control_group.fleet import Comparisons
+from meridian_control.capabilities.self_calibration.fleet import SelfCalibration
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.freeze_state import Match
 from meridian_control.fleet.whole_fleet import WholeFleet
@@ -157,12 +158,13 @@ async def test_engines_are_shown_while_the_database_is_away(
                     under_way -= 1
 
             monkeypatch.setattr(PolicyStore, "history", away)
+            monkeypatch.setattr(SelfCalibration, "listed", away)
             async with asyncio.timeout(8):
-                told = await first_event(session, address, "engines", "revisions")
-        assert [engine["id"] for engine in told["engines"]] == ["engine"]
+                told = await first_event(session, address, "engines", "revisions", "budgets", "self_calibrations")
+        assert ([engine["id"] for engine in told["engines"]], told["budgets"]) == (["engine"], [])
         assert "revisions" not in told
         assert trouble in told["store_trouble"]
-        assert under_way == hangs
+        assert under_way == 2 * hangs
     assert not under_way, "the page still reads the store"
 
 
