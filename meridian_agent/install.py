@@ -20,6 +20,7 @@ from meridian_agent.vllm_adapter import (
     front_end_aborts,
     gateway,
     kv_connectors,
+    required_api,
     server_metrics,
     stop_strings,
 )
@@ -36,6 +37,9 @@ _INSTALLED = "_meridian_installed"
 def reach_ray() -> None:
     """Let vLLM hand the agent's variables to the actors that it starts on a Ray cluster, where they are not set. The
     variable in which vLLM takes further prefixes would change the keys of its compilation cache."""
+    if lacks := required_api.missing(required_api.Imported(), required_api.RAY):
+        logger.info("meridian: vLLM lacks %s: it hands no MERIDIAN_ variable to actors on Ray", ", ".join(lacks))
+        return
     from vllm.ray.ray_env import DEFAULT_ENV_VAR_PREFIXES
 
     DEFAULT_ENV_VAR_PREFIXES.add("MERIDIAN_")

@@ -241,6 +241,9 @@ STOP_STRINGS: Table = {
 # vLLM's load balancer over data-parallel engines; without it no mark has to find its engine.
 BALANCER: Table = {"vllm.v1.engine.core_client:DPLBAsyncMPClient": ("abort_requests_async(_)", "reqs_in_flight")}
 
+# The prefixes of the variables that vLLM hands to the actors that it starts on Ray; without it these lack the agent's.
+RAY: Table = {"vllm.ray.ray_env": ("DEFAULT_ENV_VAR_PREFIXES",)}
+
 _OUTPUT = "vllm.v1.outputs:AsyncModelRunnerOutput"
 # The API that the agent uses in workers, one table for each of vLLM's model runners. A worker checks the table of the
 # runner that it has.

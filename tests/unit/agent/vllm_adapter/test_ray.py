@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from tests.needed import VLLM
@@ -22,3 +24,12 @@ def test_the_agents_variables_reach_actors(monkeypatch: pytest.MonkeyPatch) -> N
     reach_ray()
     assert "MERIDIAN_CONTROL" in ray_env.get_env_vars_to_copy()
     assert compile_factors() == factors, "the keys of the compilation cache stay those of stock vLLM"
+
+
+def test_a_vllm_without_these_prefixes_needs_no_ray(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(ray_env, "DEFAULT_ENV_VAR_PREFIXES")
+    with caplog.at_level(logging.INFO, "vllm.meridian"):
+        reach_ray()
+    assert [(record.levelno, record.exc_info) for record in caplog.records] == [(logging.INFO, None)]
