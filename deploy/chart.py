@@ -61,7 +61,7 @@ def chart(rule: Object, runbooks: str) -> dict[Path, str]:
         "poddisruptionbudget": _only_if(POSTGRES, _read("overlays/postgres/poddisruptionbudget.yaml")),
         "access": _access(),
         "podmonitor": _only_if(".Values.podMonitor.enabled", _pod_monitor()),
-        "prometheusrule": _only_if(".Values.prometheusRule.enabled", _prometheus_rule(rule)),
+        "prometheusrule": _only_if("(.Values.prometheusRule).enabled", _prometheus_rule(rule)),
     }
     files = {CHART / "templates" / f"{name}.yaml": NOTICE + template(made) for name, made in templates.items()}
     checks = [f'{{{{- if {wrong} }}}}{{{{ fail "{why}" }}}}{{{{- end }}}}\n' for wrong, why in REFUSED.items()]
@@ -138,7 +138,9 @@ def _network_policy() -> Object:
     made = _base("networkpolicy")
     *_, scraped = made["spec"]["ingress"]
     labels = scraped["from"][0]["namespaceSelector"]["matchLabels"]
-    labels["kubernetes.io/metadata.name"] = "@= .Values.networkPolicy.prometheusNamespace"
+    ((name, default),) = labels.items()
+    # `helm upgrade --reuse-values` brings the values of an earlier chart, which has fewer.
+    labels[name] = f'@= .Values.networkPolicy.prometheusNamespace | default "{default}"'
     made["spec"].update(_keys(POSTGRES, {"egress": _read("overlays/postgres/networkpolicy.yaml")["spec"]["egress"]}, 1))
     return _only_if(".Values.networkPolicy.enabled", made)
 

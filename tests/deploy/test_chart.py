@@ -113,6 +113,11 @@ def test_a_prometheus_in_another_namespace_may_scrape() -> None:
     assert scraped["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "observed"}
 
 
+def test_values_of_an_earlier_chart_suffice() -> None:
+    later: Object = {"networkPolicy": {"prometheusNamespace": None}, "prometheusRule": None, "pageLinks": None}
+    assert helm(later) == helm({})
+
+
 def test_replicas_in_another_namespace_have_their_role() -> None:
     access = tomllib.loads(only("ConfigMap", helm({}, "elsewhere"))["data"]["access.toml"])
     assert {"dns": "meridian-control.elsewhere.svc", "role": "operator"} in access["identity"]
