@@ -102,7 +102,9 @@ class Handovers:
         self.results: dict[str, Counter[str]] = {}
         self._requests: dict[Key, _Request] = {}
         self._by_ref: dict[str, tuple[_Request, Handover]] = {}
+        # By reference and own key, oldest first; and the same by reference.
         self._continued: dict[tuple[str, Key], _Continued] = {}
+        self._continuing: dict[str, dict[Key, _Continued]] = {}
 
     # -------------------------------------------------------------------------------------------------- thinking engine
 
@@ -152,9 +154,10 @@ class Handovers:
         """Note a request that continues the one of the handover `ref`."""
         continuation = fleet_pb2.ContinuedRequest(ref=ref, engine_id=key[0], request_id=key[2])
         continued = self._continued.setdefault((ref, key), _Continued(key, continuation, now))
+        self._continuing.setdefault(ref, {})[key] = continued
         self._change(continued, LIVE, now)
         while len(self._continued) > MAX_CONTINUED:
-            del self._continued[next(iter(self._continued))]
+            self._drop_continued(*next(iter(self._continued)))
 
     def first_token(self, ref: str, key: Key, transferred_tokens: int, first_token_ms: float, now: datetime) -> None:
         """Note the first token of a request that continues another one, and how many of its tokens came with
@@ -209,7 +212,7 @@ class Handovers:
                 self._drop(request)
         for place, continued in list(self._continued.items()):
             if now - continued.time > KEEP and continued.message.state != LIVE:
-                del self._continued[place]
+                self._drop_continued(*place)
 
     def forget(self, engine_ids: Iterable[str]) -> None:
         """Count the results of engines that have gone away under the empty id, also results that come later."""
@@ -230,9 +233,10 @@ class Handovers:
         return sum(not request.result for request in self._requests.values())
 
     def _is_continued(self, request: _Request) -> bool:
-        refs = {decision.ref for decision in request.decisions}
         return any(
-            continued.message.ref in refs and continued.message.state == LIVE for continued in self._continued.values()
+            continued.message.state == LIVE
+            for decision in request.decisions
+            for continued in self._continuing.get(decision.ref, {}).values()
         )
 
     def _settle(self, request: _Request, result: str, detail: str, decision: Handover | None = None) -> None:
@@ -249,3 +253,8 @@ class Handovers:
         self._requests.pop(request.key, None)
         for decision in request.decisions:
             self._by_ref.pop(decision.ref, None)
+
+    def _drop_continued(self, ref: str, key: Key) -> None:
+        del self._continued[ref, key], self._continuing[ref][key]
+        if not self._continuing[ref]:
+            del self._continuing[ref]

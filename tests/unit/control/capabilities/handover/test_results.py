@@ -15,6 +15,7 @@ from meridian_control.capabilities.handover.results import (
     FINISHED,
     HANDED_OVER,
     KEEP,
+    MAX_CONTINUED,
     RECOMPUTED,
     RESULTS,
     WAIT,
@@ -22,6 +23,7 @@ from meridian_control.capabilities.handover.results import (
     Handovers,
 )
 from meridian_control.capabilities.handover.rule import Move
+from tests.fakes.lines import lines_run
 from tests.unit.control.capabilities.handover.engines import NOW, answering
 
 A, B, C = ("a", "1", "on-a"), ("b", "1", "on-b"), ("c", "1", "on-c")
@@ -86,6 +88,26 @@ def test_other_replicas_hear_of_continued_requests_for_a_while() -> None:
     assert here.continued()
     here.expire(NOW + KEEP + timedelta(seconds=1))
     assert here.continued() == []
+
+
+def test_a_lost_stream_looks_at_the_continuations_once_not_once_per_request() -> None:
+    def lines(continued: int) -> int:
+        results, requests = Handovers(), 20
+        for number in range(requests):
+            results.decided(("a", "1", str(number)), Handover(f"r{number}", Move(0, 9, "kv_pressure", answering("b"))))
+        for number in range(continued):
+            results.opened(f"other {number}", ("b", "1", str(number)), NOW)
+        return lines_run("handover/results.py", lambda: results.lost(A[:2], NOW))
+
+    assert lines(500) - lines(1) < 5 * 500
+
+
+def test_the_oldest_continuations_go_first() -> None:
+    results = Handovers()
+    for number in range(MAX_CONTINUED + 1):
+        results.opened(f"r{number % 2}", ("b", "1", str(number)), NOW)
+    kept = [continued.request_id for continued in results.continued()]
+    assert kept == [str(number) for number in range(1, MAX_CONTINUED + 1)]
 
 
 # Events of a request on its thinking engine, on its answering engine and on another engine, and the passing of time.
@@ -187,3 +209,6 @@ def test_every_request_has_exactly_one_result(events: list[str]) -> None:
     assert set(results.total()) <= set(RESULTS)
     assert not results._requests
     assert not results._by_ref
+    results.expire(NOW + now + KEEP + timedelta(seconds=1))
+    assert not results._continued
+    assert not results._continuing
