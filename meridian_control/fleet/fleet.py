@@ -284,12 +284,13 @@ class Fleet:
         """Return all sessions, also those that a newer stream has replaced, until they end."""
         return [connection.session for connection in self.connections.counted]
 
-    def totals(self) -> Totals:
-        """Return the counters summed over all sessions since the server started."""
+    async def totals(self) -> Totals:
+        """Return the counters summed over all sessions since the server started; let the event loop do other work in
+        between."""
         total = Totals()
         total.add(self.closed_totals)
-        for connection in self.connections.counted:
-            total.add(connection.session.totals)
+        async for session in in_turns(self.counted_sessions()):
+            total.add(session.totals)
         return total
 
     def engine_view(self, session: Session, connected: bool) -> fleet_pb2.Engine:

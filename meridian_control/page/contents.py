@@ -112,7 +112,7 @@ class Collector:
             "totals": totals(engines) | {"troubled": troubles},
             "phases": phases(requests) if "requests" in asked else None,
             "attention": [*attention(rows, frozen, rollouts), *(line for block in blocks for line in block.attention)],
-            "capabilities": capability_rows(whole),
+            "capabilities": await capability_rows(whole),
             "store_trouble": trouble,
             "rollout": next((plain(rollout.message()) for rollout in rollouts if rollout.active), None),
             **{name: entry for block in blocks for name, entry in block.entries.items()},
@@ -217,9 +217,9 @@ def _counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'s'[: count != 1]}"
 
 
-def capability_rows(whole: WholeFleet) -> list[tuple[str, str, str]]:
+async def capability_rows(whole: WholeFleet) -> list[tuple[str, str, str]]:
     """Return name, row and text of what the capabilities of this replica show."""
-    counters, capabilities = whole.fleet.totals(), whole.fleet.capabilities
+    counters, capabilities = await whole.fleet.totals(), whole.fleet.capabilities
     return [
         (capability.name, *row)
         for capability in capabilities

@@ -21,6 +21,7 @@ from meridian_control.common import enum_names
 from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.fleet.part import answer_of, each
 from meridian_control.fleet.status_messages import engine_limits
+from meridian_control.fleet.turns import in_turns
 from meridian_control.rollout.state import State
 from meridian_control.telemetry.catalogue import catalogue
 
@@ -138,11 +139,11 @@ class FleetCollector(Collector):
         parts = self._fleet.parts.values()
         for part in parts:
             await answer_of(part, part.before_metrics(), None)
-        # Nothing below waits, so all values are of one moment.
+        totals = await self._fleet.totals()
         # After an engine's restart its old stream may still be open, so the newest stream of each engine is used.
         newest = {s.hello.engine_id: s for s in sorted((c.session for c in self._fleet.connections), key=_connected_at)}
         engines = dict(sorted(newest.items())[:MAX_ENGINE_SERIES])
-        totals, states = self._fleet.totals(), self._fleet.views.agent_states()
+        states = self._fleet.views.agent_states()
         values: list[tuple[str, Rows]] = [
             ("meridian_build_info", [((__version__,), 1)]),
             ("meridian_replica_leads", [((), self._leads())]),
@@ -156,7 +157,7 @@ class FleetCollector(Collector):
             *chain.from_iterable(each(parts, lambda part: list(part.metrics(totals)))),
             *self._counted(totals),
             ("meridian_engine_state", _states(engines, dict(states))),
-            *_of(engines),
+            *await _of_all(engines),
         ]
         named = {name for name, _ in values}
         own = (
@@ -164,7 +165,7 @@ class FleetCollector(Collector):
         )
         histograms = [*_histograms(totals), ("meridian_event_loop_delay_seconds", self._fleet.loop_delay.delays)]
         return [
-            *(_family(self._catalogue[name], rows) for name, rows in values),
+            *[_family(self._catalogue[name], rows) async for name, rows in in_turns(values)],
             *(_counted(entry, totals) for entry in own),
             *(_histogram(self._catalogue[name], histogram) for name, histogram in histograms),
         ]
@@ -242,6 +243,15 @@ def of_limit(reading: GuardrailReading) -> float:
 
 def _connected_at(session: Session) -> datetime:
     return session.connected_at
+
+
+async def _of_all(engines: dict[str, Session]) -> Iterable[tuple[str, Rows]]:
+    """Return what `_of` yields, and let the event loop do other work in between."""
+    values = {name: list(rows) for name, rows in _of({})}
+    async for engine, session in in_turns(list(engines.items())):
+        for name, rows in _of({engine: session}):
+            values[name] += rows
+    return values.items()
 
 
 def _of(engines: dict[str, Session]) -> Iterator[tuple[str, Rows]]:

@@ -9,6 +9,7 @@ from meridian_control.common.slices import at_once
 if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
+    from meridian_control.engine.totals import Totals
     from meridian_control.fleet.fleet import Fleet
 
 
@@ -20,3 +21,8 @@ def engines_of(fleet: Fleet) -> list[fleet_pb2.Engine]:
 def requests_of(fleet: Fleet, engine_id: str = "") -> list[fleet_pb2.LiveRequest]:
     """Return the live requests of one engine, or of all for an empty id."""
     return at_once(fleet.views.requests_in_turns(engine_id).__await__())
+
+
+def totals_of(fleet: Fleet) -> Totals:
+    """Return the counters summed over all sessions."""
+    return at_once(fleet.totals().__await__())

@@ -24,7 +24,7 @@ from meridian_control.fleet.thinking_ends import end_here
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from tests.fakes.agent import FakeAgent, Script, hello
-from tests.fakes.fleets import engines_of, requests_of
+from tests.fakes.fleets import engines_of, requests_of, totals_of
 from tests.fuzz.hostile import Hostile
 from tests.sim.clock import Timeline, stored
 from tests.sim.policies import NO_LIMITS, draw
@@ -181,7 +181,7 @@ class World:
         fleet_pb2.WatchFleetResponse(
             engines=engines_of(self.fleet), requests=requests_of(self.fleet)
         ).SerializeToString()
-        self.fleet.totals()
+        totals_of(self.fleet)
 
     def _serve_beside(self) -> None:
         self._exchange()

@@ -58,7 +58,8 @@ async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:
         engine.engine.finish("a")
         await engine.steps_until(lambda: not control.engine().open_decisions)
         assert "agent_off" not in control.engine().outcomes
-        assert control.fleet.totals().unknown_outcomes == 0, "no outcome of the old stream may reach the new stream"
+        totals = await control.fleet.totals()
+        assert totals.unknown_outcomes == 0, "no outcome of the old stream may reach the new stream"
 
 
 async def test_a_server_that_never_answers(scripted: Scripted) -> None:

@@ -38,7 +38,7 @@ async def test_settings_round_trip(control: Control, engine: LinkedEngine) -> No
         3,
     )
     assert [s.revision for s in engine.settings] == [1, 2, 3]
-    assert control.fleet.totals().nacks == 1
+    assert (await control.fleet.totals()).nacks == 1
 
 
 async def test_changes_in_a_row_are_sent_as_one(

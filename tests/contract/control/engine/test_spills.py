@@ -102,7 +102,7 @@ async def test_forced_ends_that_spill_are_seen_from_the_report_to_the_alert(cont
     )
     comparisons = control.fleet.part(Comparisons)
     await comparisons.tick()
-    values = {name: dict(found) for name, found in comparisons.metrics(control.fleet.totals())}
+    values = {name: dict(found) for name, found in comparisons.metrics(await control.fleet.totals())}
     assert values["meridian_spill_difference_ratio"]["low",] == told.spills.low
     assert values["meridian_compared_ends_total"]["entropy", "", "forced", "reentry"] == len(spilling)
     assert values["meridian_compared_ends_total"]["entropy", "", "natural", "ended"] == len(HELD)

@@ -99,7 +99,7 @@ async def check_what_is_told(control: Control) -> None:
     assert sorted(row.split()[:3] for row in rows[1:]) == [["other", "chat", "0/6"], ["pressed", "chat", "4/6"]]
     (only,) = json.loads((await ctl(control, "pressure", "--engine", "pressed", "-o", "json")).stdout)
     assert (only["engine_id"], only["name"], only["level"], len(only["changes"])) == ("pressed", "chat", 4, 2)
-    told = dict(control.fleet.part(FleetPressure).metrics(control.fleet.totals()))
+    told = dict(control.fleet.part(FleetPressure).metrics(await control.fleet.totals()))
     assert told["meridian_pressure_level"] == [(("chat",), 4)]
     assert told["meridian_pressure_engines"] == [(("chat",), 1)]
     assert dict(told["meridian_pressure_changes_total"])["chat", "shortened"] == 2
@@ -158,11 +158,11 @@ async def test_requests_that_wait_in_the_queue_shorten_thinking(control: Control
         assert 900 <= reading.measured <= 1.1 * 1100, "they wait for the whole window"
         row = (await ctl(control, "pressure")).stdout.splitlines()[1].split()
         assert row[:7] == ["queued", "queue", "2/6", "queueing_p99_ms", f"{reading.measured:.4g}", "300", "12"]
-        assert not control.fleet.totals().queueing.counts.any()
+        assert not (await control.fleet.totals()).queueing.counts.any()
         for live in engine.engine.live.values():
             engine.engine.join(live, now_s=2.5)
         await stepped.step(FAST_MS, engine)
-        totals = control.fleet.totals()
+        totals = await control.fleet.totals()
         assert (totals.queueing.counts.sum(), totals.queueing.sum) == (12, 12 * 1.5)
         missed = dict(control.fleet.part(FleetPressure).metrics(totals))["meridian_pressure_missed_windows_total"]
         assert missed == [(("queue", "queueing_p99_ms"), 1)]

@@ -12,6 +12,7 @@ from meridian_control.engine.totals import Totals
 from meridian_control.fleet.departed import FORGET_AFTER_S
 from meridian_control.fleet.fleet import Fleet
 from tests.fakes.agent import hello
+from tests.fakes.fleets import totals_of
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, opens, play, preempts, stream, totals
 
@@ -117,9 +118,9 @@ def test_counters_do_not_fall_while_a_replaced_stream_has_not_ended() -> None:
     first.session.totals.reports = 7
     second = fleet.join(hello("e"))
     second.session.totals.reports = 2
-    assert fleet.totals().reports == 9
+    assert totals_of(fleet).reports == 9
     fleet.leave(first, "replaced")
-    assert fleet.totals().reports == 9
+    assert totals_of(fleet).reports == 9
 
 
 def test_an_engine_whose_replaced_stream_ended_later_keeps_its_comparison() -> None:

@@ -10,10 +10,12 @@ import pytest
 from meridian_control.capabilities.budgets.charges import Charges
 from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.engine.totals import Totals
 from meridian_control.fleet import fleet as module
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.turns import ENGINES_AT_ONCE
 from meridian_control.fleet.whole_fleet import WholeFleet
+from meridian_control.telemetry import fleet_metrics
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of
@@ -75,6 +77,17 @@ async def test_engines_that_come_and_go_meanwhile() -> None:
     assert await listing == engines_of(fleet)
 
 
+async def test_an_engine_that_leaves_while_the_counters_are_added_up_counts_once() -> None:
+    fleet, connections = fleet_of(ENGINES)
+    for connection in connections:
+        connection.session.totals.reports = 1
+    adding = asyncio.create_task(fleet.totals())
+    await asyncio.sleep(0)
+    for connection in connections:
+        fleet.leave(connection, "disconnected")
+    assert (await adding).reports == (await fleet.totals()).reports == ENGINES
+
+
 async def test_tokens_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, _ = fleet_of(ENGINES)
     calls = counting(monkeypatch, Charges, "take_by_tenant")
@@ -87,8 +100,12 @@ async def test_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, _ = fleet_of(ENGINES)
     loop = asyncio.get_running_loop()
     collector = FleetCollector(fleet, lambda: False, lambda: None, {}, loop)
-    taken, sums = counting(monkeypatch, Charges, "take_by_tenant"), counting(monkeypatch, Fleet, "totals")
-    messages = counting(monkeypatch, module, "engine_view")
-    assert await most_at_once(collector._read(), taken) <= ENGINES_AT_ONCE
-    assert (len(taken), len(sums), len(messages)) == (ENGINES, 1, 0)
+    sums, messages = counting(monkeypatch, Fleet, "totals"), counting(monkeypatch, module, "engine_view")
+    for owner, name in ((Charges, "take_by_tenant"), (Totals, "add"), (fleet_metrics, "engine_limits")):
+        with monkeypatch.context() as counted:
+            calls = counting(counted, owner, name)
+            # The counters of all sessions that have ended are added, too.
+            assert await most_at_once(collector._read(), calls) <= ENGINES_AT_ONCE + 1
+            assert len(calls) in (ENGINES, ENGINES + 1)
+    assert (len(sums), len(messages)) == (3, 0)
     assert fleet.views.agent_states() == [(engine.engine_id, engine.agent_state) for engine in engines_of(fleet)]
