@@ -10,6 +10,7 @@ from meridian_control.common import paging
 from meridian_control.common.decision_words import DECISION_REASONS, KINDS
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.fleet.peers import CALL_TIMEOUT_S, local
+from meridian_control.fleet.turns import with_pauses
 from meridian_control.journal.messages import (
     MAX_SIBLINGS,
     MAX_TOKEN,
@@ -119,7 +120,7 @@ async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) 
 
 async def _decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
     limit, _ = paging.checked(request.page_size, request.page_token, MAX_TOKEN)
-    here = list_decisions(whole.fleet.decisions, request)
+    here = await with_pauses(list_decisions(whole.fleet.decisions, request))
     if whole.peers is None or request.local_only:
         return here
     asked = local(request)

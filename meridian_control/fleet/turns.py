@@ -18,6 +18,8 @@ from meridian_control.common.slices import SLICE_ROWS
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 
+    from meridian_control.common.slices import Sliced
+
 T = TypeVar("T")
 # Engines that the event loop reaches before it does what has become ready meanwhile.
 ENGINES_AT_ONCE = 16
@@ -74,6 +76,16 @@ async def in_turns(engines: Sequence[T]) -> AsyncIterator[T]:
         if number and number % ENGINES_AT_ONCE == 0:
             await asyncio.sleep(0)
         yield engine
+
+
+async def with_pauses(work: Sliced[T]) -> T:
+    """Do all of the work and return its result; let the event loop do other work at each pause."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        await asyncio.sleep(0)
 
 
 class Tasks:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from meridian_control.journal.records import Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from datetime import datetime
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from meridian_control.journal.records import Circumstances, Key, Life, LifeEvent
 
@@ -172,16 +171,24 @@ class DecisionLog:
         exact = [life for life in lives if life.opened.request_id == request_id]
         return sorted(exact or lives, key=lambda life: life.open_time, reverse=True)
 
-    def decisions(self, wanted: Callable[[Decision], bool], before: datetime | None) -> Iterator[Decision]:
-        """Return the wanted decisions, newest first, and only those made before `before` if it is given."""
-        newest = heapq.merge(reversed(self._probes), reversed(self._decisions), key=attrgetter("number"), reverse=True)
-        return (d for d in newest if (before is None or d.time < before) and wanted(d))
+    def decisions(self, kind: str = "") -> Iterator[Decision]:
+        """Return the decisions of one kind, or all for an empty one, newest first. The log may change meanwhile: the
+        decisions that it drops are left out, as are new ones."""
+        if kind:
+            kept = self._probes if kind == "probe" else self._decisions
+            return _kept([decision for decision in reversed(kept) if decision.kind == kind])
+        both = (_kept(list(reversed(kept))) for kept in (self._probes, self._decisions))
+        return _kept(heapq.merge(*both, key=attrgetter("number"), reverse=True))
 
     def events_of(self, life: Life) -> tuple[list[LifeEvent | Decision], int]:
         """Return the events and probes of a life in their order, and the number of those that the log has dropped."""
         probes = [probe for probe in self._probes if probe.life is life]
         events = sorted((*life.history(), *probes), key=attrgetter("number"))
         return events, life.left_out + life.probes - len(probes)
+
+
+def _kept(decisions: Iterable[Decision]) -> Iterator[Decision]:
+    return (decision for decision in decisions if decision.holders)
 
 
 def _let_go(event: LifeEvent | Decision) -> None:

@@ -13,6 +13,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.common import paging
 from meridian_control.common.enum_names import stage_name
 from meridian_control.common.errors import NotFound
+from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.journal.records import Decision
 from meridian_control.journal.request_ids import is_called
 from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, answer_reserve, only_gives_up, probe_lead_tokens
@@ -20,6 +21,7 @@ from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, answer_reserv
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from meridian_control.common.slices import Sliced
     from meridian_control.journal.log import DecisionLog
     from meridian_control.journal.records import Compared, Life, LifeEvent
     from meridian_control.policy.model import Policy
@@ -70,25 +72,32 @@ def refs_in(life: fleet_pb2.RequestLife) -> list[str]:
     return sorted({*(event.decision.hand_over.ref for event in life.events), life.handed_over_ref} - {""})
 
 
-def list_decisions(log: DecisionLog, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
+def list_decisions(
+    log: DecisionLog, request: fleet_pb2.ListDecisionsRequest
+) -> Sliced[fleet_pb2.ListDecisionsResponse]:
     """Return a page of the decisions that match the request, newest first. Raises InvalidRequest."""
     limit, before_us = paging.checked(request.page_size, request.page_token, MAX_TOKEN)
 
     def wanted(decision: Decision) -> bool:
         return (
-            request.engine_id in ("", decision.life.engine_id)
-            and request.kind in ("", decision.kind)
+            (before is None or decision.time < before)
+            and request.engine_id in ("", decision.life.engine_id)
             and request.reason in ("", decision.reason)
             and decision.life.is_called(request.request_id)
         )
 
     before = START + timedelta(microseconds=before_us) if before_us is not None else None
-    listed: list[Decision] = []
-    for decision in log.decisions(wanted, before):
-        if len(listed) >= limit and decision.time != listed[-1].time:
-            break
-        listed.append(decision)
-    return page_of(map(decision_message, listed), limit)
+    listed: list[fleet_pb2.LoggedDecision] = []
+    last: datetime | None = None
+    for count, decision in enumerate(log.decisions(request.kind), 1):
+        if wanted(decision):
+            if len(listed) >= limit and decision.time != last:
+                break
+            listed.append(decision_message(decision))
+            last = decision.time
+        if not count % (4 * SLICE_ROWS):
+            yield
+    return page_of(listed, limit)
 
 
 def page_of(decisions: Iterable[fleet_pb2.LoggedDecision], limit: int) -> fleet_pb2.ListDecisionsResponse:

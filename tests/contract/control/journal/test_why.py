@@ -230,7 +230,7 @@ def logged(count: int) -> list[Decision]:
     for number in range(count):
         made.open(f"r{number}", think=2, answer=1)
     made.step(6)
-    return list(made.log.decisions(lambda _: True, None))
+    return list(made.log.decisions())
 
 
 def test_the_file_is_rotated_by_size_and_old_ones_go(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_settled_decisions_are_handed_on_once() -> None:
     made = stream(policy(scheduler=EARLY), log=DecisionLog(seen.append))
     made.open("a", think=4, answer=2)
     made.step(10)
-    every = [d.decision_id for d in made.log.decisions(lambda _: True, None)]
+    every = [d.decision_id for d in made.log.decisions()]
     assert sorted(d.decision_id for d in seen) == sorted(every)
     assert all(d.outcome != agent_pb2.OUTCOME_UNSPECIFIED for d in seen)
 

@@ -284,7 +284,7 @@ def test_an_active_rule_over_a_dense_recording(tmp_path: Path) -> None:
         each.step(60)
     found = told(tmp_path, made.records, ACTIVE)
     assert found["ends"] == {"recorded": {"natural": 4}, "new": {"eat": 4}}
-    decided = {d.life.opened.request_id: d for d in live.log.decisions(lambda d: d.kind == "force", None)}
+    decided = {d.life.opened.request_id: d for d in live.log.decisions("force")}
     for name, (_, place) in ends(found).items():
         # The recording has a sample at every token, not at every other token, so an end may come one token earlier.
         assert 0 <= decided[name].signals.think_tokens - place <= 1

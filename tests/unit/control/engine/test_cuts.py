@@ -104,7 +104,7 @@ class Engine:
     def fired(self) -> list[tuple[Any, ...]]:
         """Return every decided end of thinking: its request, reason, shadow flag, signals, and the values that were
         compared."""
-        made = list(self.log.decisions(lambda d: d.kind == "force", None))
+        made = list(self.log.decisions("force"))
         return sorted((d.life.opened.request_id, d.reason, d.shadow, repr(d.signals), repr(compared(d))) for d in made)
 
     def samples(self) -> dict[str, list[int]]:
@@ -112,7 +112,7 @@ class Engine:
         return self.session.part(ControlGroup).experiments.newest()[0].samples
 
     def probed(self) -> list[tuple[Any, ...]]:
-        made = list(self.log.decisions(lambda d: d.kind == "probe", None))
+        made = list(self.log.decisions("probe"))
         return sorted((d.life.opened.request_id, d.reason, d.signals.think_tokens, repr(compared(d))) for d in made)
 
     def lives(self) -> list[tuple[Any, ...]]:

@@ -52,7 +52,7 @@ def test_an_end_by_the_reserve_is_counted_logged_and_explained_as_such(tokens: i
     assert made.session.totals.below_cap == {}, "no rule saved these tokens"
     (end,) = (event for event in made.life("a").events if event.kind == "think_end")
     assert (end.detail, end.think_tokens) == (RESERVE, 45)
-    (cap,) = made.log.decisions(lambda d: d.kind == "cap", None)
+    (cap,) = made.log.decisions("cap")
     assert (cap.outcome, cap.outcome_think_tokens) == (agent_pb2.OUTCOME_APPLIED, 45)
     assert says in cap.detail
     assert ("answer_reserve_tokens", tokens, "=", "scheduler.answer_reserve_tokens", tokens) in compared(cap)

@@ -120,7 +120,7 @@ def test_a_session_compares_what_it_decides_in_shadow_with_what_comes() -> None:
     rows = told(made.session.shadow)
     reasons = {r for section, r in rows if section == "entropy"}
     assert reasons == {"", "eat", "rank"}
-    fired = {d.reason: d for d in made.log.decisions(lambda d: d.kind == "force", None)}
+    fired = {d.reason: d for d in made.log.decisions("force")}
     assert set(fired) == {"eat", "rank"}
     for reason, decision in fired.items():
         assert decision.shadow

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import InvalidRequest, NotFound
-from meridian_control.common.slices import at_once
+from meridian_control.common.slices import SLICE_ROWS, at_once
 from meridian_control.fleet.status_messages import each_request_view
 from meridian_control.journal.log import LIFE_EVENTS, DecisionLog
 from meridian_control.journal.messages import explain_request, list_decisions, newest_life, page_of
@@ -36,7 +36,7 @@ def kinds(told: fleet_pb2.RequestLife) -> list[str]:
 
 
 def decisions(made: Stream, **asked: Any) -> list[fleet_pb2.LoggedDecision]:
-    return list(list_decisions(made.log, fleet_pb2.ListDecisionsRequest(**asked)).decisions)
+    return list(at_once(list_decisions(made.log, fleet_pb2.ListDecisionsRequest(**asked))).decisions)
 
 
 def compared(decision: fleet_pb2.LoggedDecision) -> dict[str, tuple[float, str, str, float]]:
@@ -255,7 +255,7 @@ def test_decisions_come_newest_first_in_pages() -> None:
     request = fleet_pb2.ListDecisionsRequest(page_size=7)
     paged: list[fleet_pb2.LoggedDecision] = []
     while True:
-        page = list_decisions(made.log, request)
+        page = at_once(list_decisions(made.log, request))
         paged += page.decisions
         if not page.next_page_token:
             break
@@ -265,7 +265,33 @@ def test_decisions_come_newest_first_in_pages() -> None:
     assert {d.request_id for d in decisions(made, request_id="b", engine_id="engine")} == {"b"}
     for token in ("x", "9" * 18):
         with pytest.raises(InvalidRequest, match="page_token"):
-            list_decisions(made.log, fleet_pb2.ListDecisionsRequest(page_token=token))
+            decisions(made, page_token=token)
+
+
+@pytest.mark.parametrize("asked", [{}, {"request_id": "unknown"}, {"kind": "probe"}, {"kind": "cap"}])
+def test_a_search_pauses_while_the_log_goes_on(asked: dict[str, Any]) -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    for number in range(5 * SLICE_ROWS):
+        made.open(f"r{number}", think=20, answer=20)
+    made.step(10)
+    among = [d for d in decisions(made, page_size=1000) if d.kind in asked.get("kind", d.kind)]
+    search = list_decisions(made.log, fleet_pb2.ListDecisionsRequest(**asked, page_size=1000))
+    next(search)
+    made.log._max_decisions = made.log._max_probes = 0
+    made.log._keep_bounds()
+    made.log._count(made.log._max_events)
+    left = at_once(search).decisions
+    assert list(left) == among[: len(left)]
+    assert len(left) in range(4 * SLICE_ROWS * ("request_id" not in asked) + 1)
+
+
+def test_a_search_for_decisions_of_a_kind_passes_no_probes() -> None:
+    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
+    for number in range(5 * SLICE_ROWS):
+        made.open(f"r{number}", think=20, answer=20)
+    made.step(10)
+    assert len(decisions(made, kind="probe", page_size=1000)) > 4 * SLICE_ROWS
+    assert list(list_decisions(made.log, fleet_pb2.ListDecisionsRequest(kind="hand_over"))) == []
 
 
 def test_a_life_that_two_replicas_tell_of_is_one() -> None:
@@ -357,7 +383,7 @@ def test_one_life_keeps_its_newest_events() -> None:
     opened, *events = (event for event in told.events if event.decision.kind != "probe")
     assert opened.kind == "opened"
     assert len(events) == LIFE_EVENTS
-    newest = next(made.log.decisions(lambda d: d.kind == "cap", None))
+    newest = next(made.log.decisions("cap"))
     assert newest.decision_id in {event.decision.decision_id for event in events}
     counted = made.session.totals.decisions
     assert told.events_left_out == counted["cap"] + counted["tier"] - LIFE_EVENTS

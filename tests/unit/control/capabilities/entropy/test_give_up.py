@@ -81,7 +81,7 @@ def test_a_request_whose_answer_is_decided_is_left_alone() -> None:
     made.open("falls", think=60, answer=1, eat_nats=lambda tokens: 1.5 if tokens < 8 else 0.3)
     sent = made.step(80)
     assert [(f.slot, f.reason) for f in sent.forces] == [(high, GIVE_UP)]
-    (force,) = made.log.decisions(lambda d: d.kind == "force", None)
+    (force,) = made.log.decisions("force")
     assert 12 <= force.signals.eat_think_tokens <= 13, "the first probe from 12 tokens on"
     assert made.session.totals.ends == {"give_up": 1, "natural": 1}
 
@@ -114,7 +114,7 @@ def test_what_the_rule_saw_and_compared() -> None:
     made.agent.eat_nats = 1.5
     made.open("a")
     made.step(30)
-    (force,) = made.log.decisions(lambda d: d.kind == "force", None)
+    (force,) = made.log.decisions("force")
     told = decision_message(force)
     assert told.reason == "give_up"
     assert told.signals.eat_think_tokens >= 12
@@ -125,7 +125,7 @@ def test_what_the_rule_saw_and_compared() -> None:
         "eat_samples": (force.signals.eat_samples, ">=", "entropy.eat_warmup_samples", 4),
         "eat_ema_nats": (1.5, ">=", "entropy.give_up_eat_nats", 1.0),
     }
-    probes = list(made.log.decisions(lambda d: d.kind == "probe", None))
+    probes = list(made.log.decisions("probe"))
     assert {c.limit_name: c.limit for p in probes for c in decision_message(p).comparisons} == {
         "entropy.give_up_tokens - warm-up": 4
     }
