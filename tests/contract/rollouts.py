@@ -81,6 +81,8 @@ class Control:
     def __init__(self, store: PolicyStore, leads: bool = True) -> None:
         self.store, self.port, self.leads = store, 0, leads
         self.now = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
+        # How far the machine's clock was set forward since the start.
+        self.ahead = timedelta()
 
     def clock(self) -> datetime:
         return self.now
@@ -92,7 +94,9 @@ class Control:
     async def start(self) -> None:
         if await self.store.current() is None:
             await self.store.append(OLD, etag="", author="test", reason="", now=self.now)
-        self.parts = control_plane(self.store, self.clock, leads=lambda: self.leads)
+        self.parts = control_plane(
+            self.store, self.clock, time_of_day=lambda: self.now + self.ahead, leads=lambda: self.leads
+        )
         self.fleet, self.rollouts, self.server = self.parts.whole.fleet, self.parts.rollouts, self.parts.server
         await self.parts.look()
         self.port = await self.server.start(f"127.0.0.1:{self.port}")

@@ -30,14 +30,16 @@ def control_plane(
     store: PolicyStore,
     clock: Callable[[], datetime] = utc_now,
     *,
+    time_of_day: Callable[[], datetime] | None = None,
     replica_id: str = "alone",
     leads: Callable[[], bool] = lambda: True,
     access: Access | None = None,
     limits: CallLimits | None = None,
 ) -> Parts:
-    """Return a control plane that has not started; `look` and `server.start` start it."""
+    """Return a control plane that has not started; `look` and `server.start` start it. time_of_day: as `clock` by
+    default."""
     fleet = Fleet(clock, revision=store.get, capabilities=CAPABILITIES)
-    return build(store, WholeFleet(fleet, replica_id, None, leads), clock, access, limits)
+    return build(store, WholeFleet(fleet, replica_id, None, leads), time_of_day or clock, access, limits)
 
 
 async def kill(parts: Parts) -> None:

@@ -85,7 +85,7 @@ class SelfCalibration(FleetPart):
     tick_s = 5.0
 
     def __init__(self, fleet: Fleet) -> None:
-        self.fleet = fleet
+        self.fleet, self._clock = fleet, fleet.clock
         self.calibrate: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = self._calibrate
         # Episodes as JSON, each with the name of its traffic.
         self._new: deque[tuple[str, str]] = deque(maxlen=MAX_WAITING)
@@ -110,7 +110,7 @@ class SelfCalibration(FleetPart):
         # `meridianctl` replays recordings with the capabilities, and needs no database.
         from meridian_control.capabilities.self_calibration.store import EpisodeStore
 
-        self._store, self._leads, self._clock = EpisodeStore(beside.database), beside.leads, beside.clock
+        self._store, self._leads, self._time_of_day = EpisodeStore(beside.database), beside.leads, beside.clock
         self._rollouts: Rollouts = beside.rollouts
 
     def stream(self, stream: Stream) -> Recorder:
@@ -293,16 +293,17 @@ class SelfCalibration(FleetPart):
     async def _withdraw(self, learner: Learner, newest: Newest, current: StoredRevision, why: str) -> Learner:
         """Take the rule out of the policy. While a rollout keeps the policy from being changed, the next tick tries."""
         policy, policies = rules.with_override(current.policy, learner.traffic, None), self._rollouts.store.policies
-        now = self._clock()
         if policy != current.policy:
             reason = f"withdraws the rule for {learner.traffic}: {why}"
             try:
-                stored = await policies.append(policy, etag=current.etag, author=rules.AUTHOR, reason=reason, now=now)
+                stored = await policies.append(
+                    policy, etag=current.etag, author=rules.AUTHOR, reason=reason, now=self._time_of_day()
+                )
             except (EtagMismatch, RolloutActive):
                 return learner
             logger.warning("revision %d %s", stored.revision, reason)
             self.fleet.set_policy(stored)
-        return learner.withdrawn(why, newest.number, now)
+        return learner.withdrawn(why, newest.number, self._clock())
 
     def _rests(self, traffic: str) -> bool:
         """Whether a calibration of the traffic has failed a short time ago."""

@@ -378,6 +378,23 @@ async def test_a_rule_without_requests_for_long_is_withdrawn(control: Control) -
     assert await policy_now(control) == ASKED
 
 
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize("ahead", [2 * fleet.UNUSED, -2 * fleet.UNUSED])
+async def test_a_clock_that_is_set_withdraws_no_rule_and_stops_no_page(control: Control, ahead: timedelta) -> None:
+    await in_force(control)
+    await records(control, EASY, 1, seed=2)
+    part = control.fleet.part(SelfCalibration)
+    before = (await part.show()).tables["self_calibrations"]
+    control.ahead = ahead
+    await part.tick()
+    await records(control, EASY, 1, seed=3)
+    control.ahead = timedelta()
+    await part.tick()
+    assert (await found(control)).state == "in force"
+    control.ahead, control.now = ahead, control.now + timedelta(seconds=fleet.SHOWN_S)
+    assert (await part.show()).tables["self_calibrations"] != before
+
+
 async def test_most_requests_that_are_left_out_are_explained(control: Control) -> None:
     """Without that, somebody who has switched it on for short thinking would wait for ever."""
     await apply(control, ASKED)
