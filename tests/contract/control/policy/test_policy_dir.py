@@ -1,5 +1,5 @@
 """The policy from a mounted directory that changes as a kubelet changes a ConfigMap: a link is renamed over the old
-link."""
+link; and the policy file of a first start."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from meridian_control.common.errors import PolicyError
 from meridian_control.policy.directory import AUTHOR, PolicyDirectory
 from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.initial import initial_policy
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.storage.database import Database
@@ -182,3 +183,29 @@ async def test_the_log_warns_of_harm_that_is_not_measured(
     async with watching(store, mounted.folder) as changes:
         assert len(changes) == 1
     assert "harm is not measured: entropy.holdout_share is 0" in caplog.text
+
+
+# --------------------------------------------------------------------------------------------------------- first start
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("fallback.lease_ms = 500", ""),
+        ("fallback.lease_ms = 600", " {file}: apply the file with meridianctl"),
+        ("entropy.ema_alpha = 2", ": {file}:1: " + COMPLAINT),
+    ],
+)
+async def test_a_file_gives_an_empty_store_its_policy_and_keeps_no_other_from_starting(
+    store: PolicyStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, why: str
+) -> None:
+    (file := tmp_path / "policy.toml").write_text("fallback.lease_ms = 500")
+    first = await initial_policy(store, file, NOW)
+    assert (first.policy.fallback.lease_ms, first.reason, caplog.messages) == (500, str(file), [])
+    file.write_text(text)
+    assert await initial_policy(store, file, NOW) == first
+    stays = f"revision 1 of the store stays in force, not the policy file{why.format(file=file)}"
+    assert caplog.messages == [stays] * bool(why)
+    file.unlink()
+    with pytest.raises(PolicyError, match="is not a file"):
+        await initial_policy(store, file, NOW)
