@@ -53,7 +53,8 @@ class Recorder:
     def run(self, engine_id: str) -> None:
         """Record until a limit is reached or a signal arrives. Raises grpc.RpcError, and FileError if the disk is full.
 
-        After an error the file still holds a complete trace of the records written before.
+        After an error the file still holds a complete trace of the records written before, of a full disk without the
+        newest ones.
         """
         deadline = time.monotonic() + self.limits.duration_s if self.limits.duration_s else None
         with self._signals(), suppress(KeyboardInterrupt):

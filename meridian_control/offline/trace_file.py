@@ -7,8 +7,10 @@ read and written as streams.
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections import defaultdict
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from google.protobuf import proto
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 # The default level 9 of Python's gzip takes several times as long and saves only a few per cent more.
 COMPRESSION = 6
+# Compressed bytes after which a gzip member ends. Of a full disk's trace the complete members are kept.
+MEMBER_BYTES = 1 << 20
 # Largest record that is read. The agents' own limit is 16 MiB for a message.
 MAX_RECORD_BYTES = 64 << 20
 
@@ -38,7 +42,8 @@ class FileError(Exception):
 
 
 class TraceWriter:
-    """Writes a new trace file and counts its contents. Each method raises FileError if the file cannot be written."""
+    """Writes a new trace file and counts its contents. Each method raises FileError if the file cannot be written; the
+    file then holds a complete trace without the newest records."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,7 +51,8 @@ class TraceWriter:
             self._raw = path.open("xb")
         except OSError as error:
             raise FileError(path, "", f"cannot be written: {error.strerror}") from error
-        self._file = gzip.GzipFile(fileobj=self._raw, mode="wb", compresslevel=COMPRESSION, mtime=0, filename="")
+        self._begin_member()
+        self._is_broken = False
         # Counts of requests that were both opened and closed in the trace, of engine steps, and of records.
         self.requests = self.steps = self.records = 0
         self._open: dict[str, set[int]] = {}
@@ -54,7 +60,12 @@ class TraceWriter:
     def write(self, record: fleet_pb2.TraceRecord) -> None:
         try:
             proto.serialize_length_prefixed(record, self._file)  # type: ignore[arg-type]
+            if self._raw.tell() - self._kept_bytes > MEMBER_BYTES:
+                self._file.close()
+                self._raw.flush()
+                self._begin_member()
         except OSError as error:
+            self._is_broken = True
             raise FileError(self.path, "", f"cannot be written: {error.strerror}") from error
         self.records += 1
         kind = record.up.WhichOneof("message")
@@ -62,6 +73,10 @@ class TraceWriter:
             self._open[record.session_id] = set()
         elif kind == "step":
             self._count(record)
+
+    def _begin_member(self) -> None:
+        self._kept_bytes = self._raw.tell()
+        self._file = gzip.GzipFile(fileobj=self._raw, mode="wb", compresslevel=COMPRESSION, mtime=0, filename="")
 
     def _count(self, record: fleet_pb2.TraceRecord) -> None:
         report, opened = record.up.step, self._open.setdefault(record.session_id, set())
@@ -86,8 +101,13 @@ class TraceWriter:
             finally:
                 self._raw.close()
         except OSError as failed:
+            self._is_broken = True
             if error is None:
                 raise FileError(self.path, "", f"cannot be written: {failed.strerror}") from failed
+        finally:
+            if self._is_broken:
+                with suppress(OSError):
+                    os.truncate(self.path, self._kept_bytes)
 
 
 class _Bounded:

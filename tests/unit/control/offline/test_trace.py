@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.engine.request_table import OUTPUT, THINK, RequestTable
 from meridian_control.engine.signals import rpdi
 from meridian_control.engine.token_rows import FLAG_BOUNDARY, FLAG_GOES_ON
+from meridian_control.offline import trace_file
 from meridian_control.offline.correctness import from_probes
 from meridian_control.offline.episodes import Episodes, collect
 from meridian_control.offline.rule_replay import Replay
@@ -72,6 +74,26 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     made = traces.records([traces.made_up(0)])
     with pytest.raises(FileError, match="/dev/full: cannot be written: No space left on device"):
         traces.write(Path("/dev/full"), made)
+
+
+@pytest.mark.parametrize("missing", [1, 20_000])
+def test_what_was_written_before_the_disk_was_full_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    """The last byte is missed when the file is closed, others while a record is written."""
+    monkeypatch.setattr(trace_file, "MEMBER_BYTES", 2000)
+    made = traces.records([traces.made_up(n) for n in range(100)])
+    room = traces.write(path.with_name("whole"), made).stat().st_size - missing
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(FileError, match="cannot be written: File too large"):
+            traces.write(path, made)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    kept = list(read(path))
+    assert kept == made[: len(kept)]
+    assert len(kept) > len(made) / 2
 
 
 def test_a_file_without_records(path: Path) -> None:
