@@ -81,7 +81,7 @@ export function fillRows(table, rows, key, cells) {
     if (body.rows[i] !== row) body.insertBefore(row, body.rows[i] || null);
     fill(row, cells(item));
   });
-  known.forEach((row) => row.remove());
+  while (body.rows.length > rows.length) body.lastElementChild.remove();
 }
 
 export function tile(name, value, kind, more) {

@@ -335,6 +335,23 @@ async def test_a_browser_shows_it_live(browser: Browser, tmp_path: Path) -> None
         assert not complaints
 
 
+async def test_rows_with_one_key_leave_none_behind(browser: Browser, tmp_path: Path) -> None:
+    """An engine that moves is listed by two replicas for a moment."""
+    async with browsing(browser) as (page, complaints), served(tmp_path) as (_, address):
+        await page.goto(address)
+        shown = await page.evaluate(
+            """async () => {
+              const { fillRows } = await import("./rows.js"), table = document.createElement("table");
+              return ["ab", "aab", "aab", "baa", "ba", "aa", "c"].map((names) => {
+                fillRows(table, [...names].map((name, i) => name + i), (row) => row[0], (row) => [row]);
+                return [...table.rows].map((row) => row.textContent).join(" ");
+              });
+            }"""
+        )
+        assert shown == ["a0 b1", "a0 a1 b2", "a0 a1 b2", "b0 a1 a2", "b0 a1", "a0 a1", "c0"]
+        assert not complaints
+
+
 async def test_the_last_hour_is_drawn(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chart has its lines, a revision and a freeze are marks, also of a time before the page was opened, and the
     keyboard chooses a time."""
