@@ -80,9 +80,8 @@ class Parts:
         more = [Job("the membership of replicas", self.replicas.run, True)] if self.replicas is not None else []
         more += [Job("the policy directory", self.directory.watch)] if self.directory is not None else []
         return [
-            Job("other replicas' policies", partial(self.store.follow, fleet.set_policy), True),
+            Job("other replicas' policies and rollouts", self.rollouts.follow, True),
             Job("other replicas' freezes", self.freezes.follow, True),
-            Job("other replicas' rollouts", self.rollouts.follow, True),
             Job("rollouts", self.rollouts.drive),
             *(Job(name, partial(keep_ticking, part)) for name, part in fleet.parts.items()),
             Job("engines without requests", fleet.keep_resting),

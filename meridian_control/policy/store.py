@@ -10,7 +10,7 @@ candidate of an active rollout is stored but not in force, and no revision is ap
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -81,6 +81,11 @@ class PolicyStore:
         row = await self._newest()
         return None if row is None else self._stored(row)
 
+    async def number(self) -> int:
+        """Return the number of the revision in force, 0 in an empty store. Raises StoreUnavailable."""
+        async with self.database.reading() as connection:
+            return await connection.scalar(select(func.max(_revisions.c.revision)).where(_in_force)) or 0
+
     async def get(self, revision: int) -> StoredRevision:
         """Return one revision. Raises NotFound, StoreUnavailable, StoredPolicyUnreadable."""
         query = select(_revisions).where(_revisions.c.revision == revision)
@@ -150,28 +155,6 @@ class PolicyStore:
         from another policy, and if no capability reads an extension of it."""
         parse_values(to_values(policy))
         sections.check(policy, self.extensions)
-
-    async def follow(self, on_change: Callable[[StoredRevision], None]) -> None:
-        """Call `on_change` with the revision in force now and whenever another replica changes it, until cancelled.
-
-        Returns at once on SQLite, which is for one replica.
-        """
-        known = 0
-
-        async def look() -> None:
-            nonlocal known
-            async with self.database.reading() as connection:
-                newest = await connection.scalar(select(func.max(_revisions.c.revision)).where(_in_force)) or 0
-            if newest <= known:
-                return
-            try:
-                on_change(await self.get(newest))
-            except StoredPolicyUnreadable as error:
-                # A newer version of the control plane wrote the revision. The policy that was read last stays in force.
-                logger.error("%s", error)
-            known = newest
-
-        await self.database.follow(look)
 
     def _stored(self, row: Row[Any]) -> StoredRevision:
         """Return the revision of a row. Raises StoredPolicyUnreadable."""

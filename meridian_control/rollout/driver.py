@@ -45,6 +45,10 @@ RETURN_S = 60.0
 class Governed(Protocol):
     """The calls of the fleet that rollouts need."""
 
+    @property
+    def revision(self) -> int:
+        """The revision of the policy in force; 0 before the first policy."""
+
     def set_policy(self, stored: StoredRevision) -> None:
         """Bring a revision to every engine."""
 
@@ -75,7 +79,8 @@ class Rollouts:
         self._one_at_a_time = asyncio.Lock()
         # Version of the rollout that was handed to the fleet; None if no rollout was active.
         self._told: tuple[int, int] | None = None
-        # The lease of that rollout's candidate.
+        # The candidate of the active rollout; and the lease of the newest candidate.
+        self._candidate: StoredRevision | None = None
         self._lease_s = 0.0
         # The newest rollout in the store at that time, active or not.
         self._newest: Rollout | None = None
@@ -95,21 +100,23 @@ class Rollouts:
 
         Raises StoreUnavailable, StoredPolicyUnreadable.
         """
+        policies = self.store.policies
         async with self._one_at_a_time:
+            # The policy comes first, because a rollout that only a newer version of the control plane can read is an
+            # error. To read a stored policy takes time, so only a new one is read.
+            if (revision := await policies.number()) > self._fleet.revision:
+                self._fleet.set_policy(await policies.get(revision))
             rollout = await self.store.active()
             self._newest = rollout
             if rollout is None:
-                # A finished rollout that only a newer version of the control plane can read must not be an error.
+                self._candidate = None
+                # A finished rollout that only a newer version can read must not be an error.
                 with suppress(StoreUnavailable):
                     self._newest = await self.store.newest()
-            policies = self.store.policies
-            candidate = await policies.get(rollout.candidate_revision) if rollout is not None else None
-            if candidate is not None:
-                self._lease_s = candidate.policy.fallback.lease_ms / 1000
-            current = await policies.current()
-            self._fleet.set_rollout(rollout, candidate)
-            if current is not None:
-                self._fleet.set_policy(current)
+            elif self._candidate is None or self._candidate.revision != rollout.candidate_revision:
+                self._candidate = await policies.get(rollout.candidate_revision)
+                self._lease_s = self._candidate.policy.fallback.lease_ms / 1000
+            self._fleet.set_rollout(rollout, self._candidate)
             self._told = _version(rollout)
 
     @property
@@ -120,13 +127,17 @@ class Rollouts:
 
     async def follow(self) -> None:
         """Call `look` when another replica may have changed the store, until cancelled; return at once on SQLite."""
+        complaint = ""
 
         async def look() -> None:
+            nonlocal complaint
             try:
                 await self.look()
             except StoredPolicyUnreadable as error:
                 # A newer version of the control plane stored the policy; this replica's engines keep their policies.
-                logger.error("%s", error)
+                if complaint != str(error):
+                    complaint = str(error)
+                    logger.error("%s", complaint)
 
         await self.store.database.follow(look)
 

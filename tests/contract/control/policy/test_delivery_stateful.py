@@ -89,7 +89,7 @@ class Replica:
         self.hear()
 
     def hear(self) -> None:
-        self.following: asyncio.Task[None] = asyncio.create_task(self.store.follow(self.fleet.set_policy))
+        self.following: asyncio.Task[None] = asyncio.create_task(self.parts.rollouts.follow())
 
     async def die(self) -> None:
         """Stop the replica without telling any engine or replica."""

@@ -16,6 +16,7 @@ from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.engine.shortening import UNSHORTENED
 from meridian_control.policy import directory as policy_dir
 from meridian_control.policy.formats import parse_toml, to_proto
+from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.rollout.driver import IDLE_TICKS
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By
@@ -321,6 +322,20 @@ async def test_the_leader_asks_for_engines_only_during_a_rollout(control: Contro
         told = engines_of(control.fleet)
         assert (await control.ticks(1)).step == 1
         assert (await control.ticks(2)).step == 2
+
+
+async def test_a_policy_is_read_once(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large policy takes some ten milliseconds."""
+    real, read = PolicyStore._stored, list[int]()
+
+    def stored(store: PolicyStore, row: Any) -> StoredRevision:
+        read.append(row.revision)
+        return real(store, row)
+
+    await control.begin(CANARY, ALL)
+    monkeypatch.setattr(PolicyStore, "_stored", stored)
+    await control.rollouts.look()
+    assert read == []
 
 
 async def test_the_store_is_hardly_read_without_a_rollout(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:

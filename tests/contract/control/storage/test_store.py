@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -23,6 +23,8 @@ from meridian_control.common.errors import (
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import PolicyStore, StoredRevision
+from meridian_control.rollout.driver import Rollouts
+from meridian_control.rollout.store import RolloutStore
 from meridian_control.storage import database as database_module
 from meridian_control.storage import migrations
 from meridian_control.storage import postgres as postgres_module
@@ -245,10 +247,30 @@ async def test_a_file_that_is_locked_while_it_is_opened(tmp_path: Path, monkeypa
 # ---------------------------------------------------------------------------------------------------- notifications
 
 
+class Heard(asyncio.Queue[StoredRevision]):
+    """The policies that a replica hears of."""
+
+    revision = 0
+
+    def set_policy(self, stored: StoredRevision) -> None:
+        self.revision = stored.revision
+        self.put_nowait(stored)
+
+    def set_rollout(self, *_: object) -> None:
+        pass
+
+
+def rollouts_of(store: PolicyStore, heard: Heard) -> Rollouts:
+    async def engines() -> None:
+        pass
+
+    return Rollouts(RolloutStore(store), heard, lambda: NOW, engines)
+
+
 @asynccontextmanager
-async def following(store: PolicyStore) -> AsyncIterator[asyncio.Queue[StoredRevision]]:
-    heard: asyncio.Queue[StoredRevision] = asyncio.Queue()
-    following = asyncio.create_task(store.follow(heard.put_nowait))
+async def following(store: PolicyStore) -> AsyncIterator[Heard]:
+    heard = Heard()
+    following = asyncio.create_task(rollouts_of(store, heard).follow())
     yield heard
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -333,22 +355,45 @@ async def test_replicas_hear_again_after_any_error(
 
 
 async def test_a_revision_of_a_newer_version_is_passed_over(
-    postgres_address: str, monkeypatch: pytest.MonkeyPatch
+    postgres_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(database_module, "RETRY_S", 0.05)
+    looks: list[None] = []
+
+    async def look(rollouts: Rollouts, real: Callable[[Rollouts], Awaitable[None]] = Rollouts.look) -> None:
+        looks.append(None)
+        await real(rollouts)
+
+    monkeypatch.setattr(Rollouts, "look", look)
+    async with opened(postgres_address) as store, following(store) as heard, asyncio.timeout(120):
+        await append(store)
+        await heard.get()
+        query = "INSERT INTO policy_revisions SELECT 2, 'e', 'later = 1', '', '', created_at FROM policy_revisions"
+        for statement in (query, "SELECT 1", "SELECT 2"):
+            before = len(looks)
+            async with store.database.writing() as connection:
+                await connection.exec_driver_sql(statement)
+            while len(looks) == before:
+                await asyncio.sleep(0.01)
+        stored = await append(store)
+        assert (stored.revision, await heard.get()) == (3, stored)
+    assert len([line for line in caplog.messages if "revision 2" in line]) == 1
+
+
+async def test_a_rollout_of_a_newer_version_holds_up_no_policy(postgres_address: str) -> None:
     async with opened(postgres_address) as store, following(store) as heard, asyncio.timeout(120):
         await append(store)
         await heard.get()
         async with store.database.writing() as connection:
-            query = "INSERT INTO policy_revisions SELECT 2, 'e', 'later = 1', '', '', created_at FROM policy_revisions"
+            query = "INSERT INTO rollouts (rollout_id, active, candidate_revision, version, rollout)"
+            await connection.exec_driver_sql(f"{query} VALUES (1, 1, 2, 1, '{{}}')")
+            query = "INSERT INTO policy_revisions SELECT 3, 'e', policy, '', '', created_at FROM policy_revisions"
             await connection.exec_driver_sql(query)
-        stored = await append(store)
-        assert (stored.revision, await heard.get()) == (3, stored)
+        assert (await heard.get()).revision == 3
 
 
 async def test_a_file_has_nobody_else_to_hear_of(file: str) -> None:
     async with opened(file) as store:
-        await store.follow(lambda _: None)
+        await rollouts_of(store, Heard()).follow()
 
 
 # --------------------------------------------------------------------------------------------------------- failures
