@@ -84,14 +84,16 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
 
 
 def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    """Whether a request may be probed now, unless each rule that reads probes has already fired in shadow for it."""
+    """Whether a request may be probed now, unless each rule that reads probes has already fired in shadow for it and
+    its later probes are not needed."""
     rules = 1 << agent_pb2.FORCE_REASON_GIVE_UP if policy.give_up_tokens else 0
     if not rules or eat_may_end(policy):
         rules |= 1 << agent_pb2.FORCE_REASON_EAT
     waits: NDArray[np.bool_] = _may_be_probed(table, among) & (table.end_decided == 0)
     measured = (table.shadow_decided & rules) == rules
-    if any_in(measured):
-        # Probes of the control group go on until thinking ends, to find out whether the trial answer stays.
+    # Probes of the control group go on until thinking ends, to find out whether the trial answer stays. In shadow
+    # self-calibration needs the same of all requests, because a sample without these requests would be biased.
+    if any_in(measured) and not (policy.shadow and policy.self_calibration):
         waits &= table.control | ~measured
     return waits
 

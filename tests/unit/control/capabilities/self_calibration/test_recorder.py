@@ -101,6 +101,20 @@ def test_in_shadow_each_measured_request_is_recorded(found: list[tuple[str, Epis
     assert (episode.name, episode.natural_tokens) == (name_of(TREATED), 40)
 
 
+@pytest.mark.parametrize(
+    ("reason", "rule"), [("eat", {}), ("give_up", {"eat_level_threshold_nats": 0.0, "give_up_tokens": 20})]
+)
+def test_a_request_on_which_a_rule_in_shadow_fires_is_recorded(
+    found: list[tuple[str, Episode]], reason: str, rule: dict[str, Any]
+) -> None:
+    """Without such requests the proof would hold only for the others, but the rule is rolled out to all."""
+    made = stream(all_measured(eat_warmup_samples=4, give_up_eat_nats=0.001, **rule))
+    run(made, TREATED, think=300)
+    assert made.session.totals.decisions[f"force/{reason}"] == 1
+    ((_, episode),) = found
+    assert episode.samples[-1].think_tokens > 280
+
+
 def test_of_several_choices_the_first_is_recorded(found: list[tuple[str, Episode]]) -> None:
     names = [f"{number}_chatcmpl-mine" for number in range(3)]
     made = stream(all_measured())
