@@ -195,11 +195,13 @@ class SelfCalibration(FleetPart):
         if not (is_on or has_rule) and (learner is None or learner.rule is None):
             return
         before, learner = learner, learner or Learner.new(traffic, now)
-        probing = rules.probing(current.policy, own, who)
+        probing, obstacle = rules.probing(current.policy, own, who), rules.obstacle(own, who)
         if not is_on:
             learner = await self._withdraw(learner, newest, current, "entropy.self_calibration is false")
         elif learner.state is State.ROLLING_OUT:
             learner = await self._follow(learner, newest)
+        elif learner.state is State.IN_FORCE and obstacle:
+            learner = await self._withdraw(learner, newest, current, obstacle)
         elif learner.state is State.IN_FORCE and probing != learner.probing:
             learner = await self._withdraw(learner, newest, current, "the policy probes at other places, or otherwise")
         elif learner.state is State.IN_FORCE:
@@ -210,7 +212,7 @@ class SelfCalibration(FleetPart):
         else:
             learner = learner.probed(probing, newest.number)
             recorded = await self._store.count(traffic, learner.after)
-            if not rules.obstacle(own) and learner.is_due(recorded, own.entropy.max_loss, now):
+            if not obstacle and learner.is_due(recorded, own.entropy.max_loss, now):
                 learner = await self._attempt(learner, own, current)
         if learner != before:
             await self._store.save(learner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from meridian_control.policy.model import MAX_OVERRIDES, Override
@@ -15,6 +16,18 @@ if TYPE_CHECKING:
 AUTHOR = "meridian-self-calibration"
 # A rollout on at least so many engines begins with half of them; a step of a smaller one might select no engine.
 HALVED_FROM, BAKE_S = 8, 600.0
+# Fields of the entropy section that an override of a person may set for all requests of a traffic, because the rule
+# holds with any value as it was proved with that value.
+KEEPS_RULE = frozenset(
+    {
+        "enabled",
+        "self_calibration",
+        "eat_probe_interval_tokens",
+        "eat_probe_placement",
+        "eat_probe_max_rank",
+        "eat_hold_ms",
+    }
+)
 
 
 def override_of(traffic: str, rule: Rule) -> Override:
@@ -47,19 +60,41 @@ def probing(policy: Policy, own: Policy, who: Who) -> str:
     holds for the traffic without a rule that was found by itself."""
     entropy, model = own.entropy, policy.model.get(who.model)
     placed = entropy.eat_probe_interval_tokens, entropy.eat_probe_placement, entropy.eat_probe_max_rank
-    return json.dumps([*placed, own.scheduler.min_think_tokens, model.eat_answer_prefix if model is not None else ""])
+    prefix = model.eat_answer_prefix if model is not None else ""
+    return json.dumps([*placed, own.scheduler.min_think_tokens, prefix, *_conflicts(own, who)])
 
 
-def obstacle(own: Policy) -> str:
-    """Return why no rule can be found under a policy; empty if one can. own: the policy that holds for the traffic
-    without a rule that was found by itself."""
+def obstacle(own: Policy, who: Who) -> str:
+    """Return why no rule can be found or stay in force under a policy; empty if one can. own: the policy that holds for
+    the traffic without a rule that was found by itself."""
     if not own.entropy.holdout_share:
         return "entropy.holdout_share is 0, so no request is recorded"
     if own.entropy.rank_conditions:
         return "entropy.rank_conditions would come into force with the rule, and cannot be switched off for one traffic"
+    if conflicts := _conflicts(own, who):
+        return f"{conflicts[0]}, so that the rule would not hold as it is proved"
     if len(own.override) >= MAX_OVERRIDES:
         return f"the policy has {MAX_OVERRIDES} overrides, and no room for that of a rule"
     return ""
+
+
+def _conflicts(own: Policy, who: Who) -> list[str]:
+    """Return in words which values of people's overrides would change a rule, or the probes of some requests only."""
+    found = []
+    for override in own.override:
+        globs = (override.model, who.model), (override.slo_class, who.slo_class)
+        if override.traffic or not all(not glob or fnmatchcase(name, glob) for glob, name in globs):
+            continue
+        for_some = override.tenant or override.effort or override.engine_labels
+        kept, changes = frozenset[str]() if for_some else KEEPS_RULE, override.changes("entropy")
+        # Requests without entropy rules are not recorded, and have no rule.
+        names = [f"entropy.{name}" for name in changes if name not in kept and changes != {"enabled": False}]
+        names += ["scheduler.min_think_tokens"] * ("min_think_tokens" in override.changes("scheduler"))
+        if names:
+            keys = ("model", "tenant", "slo_class", "effort", "engine_labels")
+            facts = ", ".join(f"{key} {value}" for key in keys if (value := getattr(override, key)))
+            found.append(f"the override for {facts or 'all requests'} sets {', '.join(names)}")
+    return found
 
 
 def plan_for(engines: int) -> Plan:

@@ -222,21 +222,47 @@ async def test_a_person_may_take_the_rule_out(control: Control, changed: Policy,
     assert not (await policy_now(control)).override
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
+RANK = {"rank_conditions": [{"max_ranks": [5]}]}
+OBSTACLES = pytest.mark.parametrize(
+    ("more", "overrides", "why"),
     [
-        ({"holdout_share": 0.0}, "entropy.holdout_share is 0, so no request is recorded"),
-        ({"rank_conditions": [{"max_ranks": [5]}]}, "entropy.rank_conditions would come into force with the rule"),
+        ({"holdout_share": 0.0}, [], "entropy.holdout_share is 0, so no request is recorded"),
+        (RANK, [], "entropy.rank_conditions would come into force with the rule"),
+        ({}, [{"effort": "high", "entropy": RANK}], "the override for effort high sets entropy.rank_conditions"),
     ],
-    ids=["no control group", "another rule"],
+    ids=["no control group", "another rule", "another rule for some"],
 )
-async def test_what_keeps_a_rule_from_being_found_is_said(control: Control, more: dict[str, Any], why: str) -> None:
-    entropy = {**ASKED.entropy.model_dump(mode="json"), **more}
-    await apply(control, Policy.model_validate({"entropy": entropy}))
+
+
+def with_obstacle(policy: Policy, more: dict[str, Any], overrides: list[dict[str, Any]]) -> Policy:
+    dumped = {"entropy": {**policy.entropy.model_dump(mode="json"), **more}}
+    return Policy.model_validate({**dumped, "override": [*policy.override, *overrides]})
+
+
+@OBSTACLES
+async def test_what_keeps_a_rule_from_being_found_is_said(
+    control: Control, more: dict[str, Any], overrides: list[dict[str, Any]], why: str
+) -> None:
+    await apply(control, with_obstacle(ASKED, more, overrides))
     await records(control, EASY, ENOUGH)
     row = await found(control)
     assert row.state == "recording"
     assert row.why.startswith(why)
+
+
+@pytest.mark.usefixtures("_engine")
+@OBSTACLES
+async def test_what_keeps_a_rule_from_being_found_withdraws_one_in_force(
+    control: Control, more: dict[str, Any], overrides: list[dict[str, Any]], why: str
+) -> None:
+    """Rules that nobody has proved would be in force with it, or nobody would watch it."""
+    await in_force(control)
+    await apply(control, with_obstacle(await policy_now(control), more, overrides))
+    await control.fleet.part(SelfCalibration).tick()
+    row = await found(control)
+    assert row.state == "withdrawn"
+    assert row.why.startswith(why)
+    assert await policy_now(control) == with_obstacle(ASKED, more, overrides)
 
 
 FULL = tuple(Override(tenant=f"t{number}") for number in range(MAX_OVERRIDES))

@@ -124,6 +124,32 @@ def test_overrides_of_people_come_later() -> None:
     assert rules.with_override(again, WHO.traffic, None) == base
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ({"entropy": {"rank_conditions": [{"max_ranks": [5]}]}, "effort": "high"}, "effort high sets entropy.rank_con"),
+        ({"entropy": {"rpdi_threshold": 1.5, "give_up_tokens": 9}, "tenant": "*"}, "entropy.rpdi_threshold, entropy"),
+        ({"entropy": {"eat_probe_interval_tokens": 16}, "engine_labels": {"a": "b"}}, "entropy.eat_probe_interval_tok"),
+        ({"entropy": {"self_calibration": False}, "effort": "low"}, "effort low sets entropy.self_calibration"),
+        ({"scheduler": {"min_think_tokens": 32}, "model": "org/*"}, "model org/* sets scheduler.min_think_tokens"),
+        ({"entropy": {"eat_level_threshold_nats": 0.5}, "slo_class": "ch*"}, "slo_class ch* sets entropy.eat_level_th"),
+        ({"entropy": {"shadow": True}}, "all requests sets entropy.shadow"),
+        ({"entropy": {"eat_probe_interval_tokens": 16, "self_calibration": True}, "slo_class": "chat"}, ""),
+        ({"entropy": {"enabled": False}, "tenant": "evals"}, ""),
+        ({"entropy": {"shadow": False}, "slo_class": "batch", "effort": "high"}, ""),
+        ({"entropy": {"shadow": False}, "model": "org"}, ""),
+        ({"entropy": {"shadow": False}, "traffic": "org/other##chat"}, ""),
+        ({"scheduler": {"max_think_tokens": 900}, "effort": "low"}, ""),
+    ],
+)
+def test_overrides_that_would_change_a_rule_keep_it_from_being_found(override: dict[str, Any], said: str) -> None:
+    """Some requests would have a rule that nobody has proved, or probes at other places than the rest of the sample."""
+    base = policy(override=[override])
+    assert said in rules.obstacle(base, WHO)
+    assert bool(said) == bool(rules.obstacle(base, WHO))
+    assert bool(said) == (rules.probing(base, base, WHO) != rules.probing(policy(), policy(), WHO))
+
+
 def test_a_small_fleet_gets_a_rule_at_once() -> None:
     percents = [[step.percent for step in rules.plan_for(engines).step] for engines in (1, 7, 8, 500)]
     assert percents == [[100], [100], [50, 100], [50, 100]]
