@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 MAX_WAITING, MAX_TRAFFICS = 10_000, 64
 # Number of new episodes of a traffic after which its rule in force is judged again.
 JUDGED_EVERY = 20
-# Time without requests after which a rule is withdrawn, because no engine may serve the model any more.
+# Time without a recorded request after which a rule is withdrawn, because nothing shows its harm, or no engine serves
+# the model any more.
 UNUSED = timedelta(days=30)
 # Seconds after which a calibration is given up, and those between one that has failed and the next.
 PATIENCE_S = REST_S = 600.0
