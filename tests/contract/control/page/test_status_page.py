@@ -22,7 +22,7 @@ from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.page import server, tables
 from meridian_control.page.contents import Collector, Contents
 from meridian_control.page.server import FILES, MAX_VIEWERS, StatusPage
-from meridian_control.policy.shortening_kinds import ENTROPY
+from meridian_control.policy.shortening_kinds import CAP, ENTROPY
 from meridian_control.policy.store import PolicyStore
 from meridian_control.rollout.driver import STORE_S, Rollouts
 from meridian_control.rollout.plan import Plan
@@ -170,17 +170,19 @@ async def test_engines_are_shown_while_the_database_is_away(
 
 async def test_the_page_compares_treated_requests_with_the_control_group(tmp_path: Path) -> None:
     async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
-        stored = await control.set_policy(policy(entropy={"shadow": False}))
-        experiment = control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
+        capped = policy(entropy={"shadow": False}, scheduler={"max_think_tokens": 4000})
+        stored, guard = await control.set_policy(capped), control.fleet.part(Comparisons)
+        experiment = guard.experiments.experiment_of(stored.revision, stored.policy)
         for arm, tokens in ((experiment.counts.treated, 50), (experiment.counts.control, 100)):
             arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
-        for judged in (experiment.counts, experiment.kinds[ENTROPY]):
+        for judged in (experiment.counts, experiment.kinds[CAP]):
             judged.judged, judged.judged_stops, judged.harmful = 40, 40, 20
         (
             experiment.counts.forced_ends.ends,
             experiment.counts.forced_ends.reentries,
             experiment.counts.natural_ends.ends,
         ) = 30, 12, 30
+        await guard.tick()
         told = await first_event(session, address)
         (row,) = told["savings"]
         assert (row["in_force"], row["since_revision"]) == (True, str(stored.revision))
@@ -189,16 +191,19 @@ async def test_the_page_compares_treated_requests_with_the_control_group(tmp_pat
         assert (row["forced_ends"]["reentries"], row["natural_ends"]["long_answers"]) == ("12", "0")
         assert row["spills"]["value"] == 0.4
         assert told["withdrawn"] == ""
-        (kind,) = row["kinds"]
-        assert (kind["text"], kind["level"]) == ("the entropy rules", "bad")
-        assert kind["harm"].startswith("50.00 %, at most 6")
+        cap, rules = row["kinds"]
+        assert (cap["text"], cap["level"]) == ("the policy's cap", "bad")
+        assert (rules["text"], rules["level"]) == ("the entropy rules", "")
+        assert cap["harm"].startswith("50.00 %, at most 6")
         assert told["totals"]["troubled"] == len(told["harm"]) == 1
-        assert told["harm"][0].startswith("the entropy rules would have changed 20 of 40 answers")
-        await control.fleet.part(Comparisons).tick()
+        assert told["harm"][0].startswith("the policy's cap would have changed 20 of 40 answers")
+        judged = experiment.kinds[ENTROPY]
+        judged.judged, judged.judged_stops, judged.harmful = 40, 40, 21
+        await guard.tick()
         # A viewer of a capability's own table gets what is so now.
         now = await first_event(session, address, "budgets")
-        text = f"Revision {stored.revision + 1} withdrew what did harm: the entropy rules: 20 of 40"
-        assert now["withdrawn"].startswith(text)
+        assert now["withdrawn"].startswith(f"Revision {stored.revision + 1} withdrew what did harm: ")
+        assert "the entropy rules: 21 of 40" in now["withdrawn"]
         assert now["totals"]["troubled"] == 0
 
 
