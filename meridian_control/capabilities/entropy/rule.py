@@ -64,7 +64,7 @@ def _candidates(policy: Policy, seen: Seen, among: NDArray[np.bool_] | None) -> 
     candidates: NDArray[np.bool_] = seen.thinking & (seen.end_decided == 0)
     if among is not None:
         candidates &= among
-    if policy.scheduler.empty_answer_extension_tokens:
+    if policy.scheduler.enabled and policy.scheduler.empty_answer_extension_tokens:
         candidates &= ~seen.empty_answer
     return candidates
 

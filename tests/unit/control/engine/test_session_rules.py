@@ -253,13 +253,15 @@ def test_only_a_probe_near_the_cap_extends_it() -> None:
     assert made.caps() == {"a": 100}
 
 
-def test_no_rule_ends_thinking_into_an_empty_answer() -> None:
-    made = stream(policy(scheduler={**EARLY, "empty_answer_extension_tokens": 30}, entropy=RULES))
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_rule_ends_thinking_into_an_empty_answer_while_that_extends_the_cap(is_on: bool) -> None:
+    scheduler = {**EARLY, "empty_answer_extension_tokens": 30, "enabled": is_on}
+    made = stream(policy(scheduler=scheduler, entropy=RULES))
     made.agent.empty_answer = True
     made.open("a")
-    assert not made.step(20).forces
+    assert bool(made.step(20).forces) != is_on
     made.agent.empty_answer = False
-    assert made.step(4).forces
+    assert bool(made.step(4).forces) == is_on
 
 
 def test_a_loop_ends_thinking_although_the_answer_would_be_empty() -> None:
