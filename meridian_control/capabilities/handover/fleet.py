@@ -78,7 +78,8 @@ class FleetHandovers(FleetPart):
     def _give(self, connection: Connection, engines: list[fleet_pb2.AnsweringEngine]) -> None:
         handovers = connection.session.part(EngineHandovers)
         handovers.pool = tuple(engines)
-        connection.note(part_record(connection.session, self.fleet.clock(), handovers.record()))
+        if connection.recordings:
+            connection.note(part_record(connection.session, self.fleet.clock(), handovers.record()))
 
     # ----------------------------------------------------------------------------------------------------- the engines
 
