@@ -117,10 +117,10 @@ def decide(
 ) -> list[Move]:
     """Return the handovers to decide, and those to take back.
 
-    holding: the requests that may be handed over, including those of `in_force`. in_force: the handovers that are in
-    force, by slot.
+    pool: the engines for which `unfit` gives no reason. holding: the requests that may be handed over, including those
+    of `in_force`. in_force: the handovers that are in force, by slot.
     """
-    rooms = {answering.engine_id: _Room(answering) for answering in pool if not unfit(policy, engine.hello, answering)}
+    rooms = {answering.engine_id: _Room(answering) for answering in pool}
     blocks = {slot: move.blocks for slot, move in in_force.items()}
     blocks |= {holds.slot: holds.blocks for holds in holding if holds.slot in in_force}
     for slot, move in in_force.items():
@@ -135,19 +135,21 @@ def decide(
         if room is not None:
             room.promise(-blocks[slot], -1)
         moves.append(_other(policy, engine, rooms.values(), by_slot.get(slot), move))
-    leaving = len(in_force)
+    leaving, leaving_blocks, room = len(in_force), sum(blocks.values()), _roomiest(policy, rooms.values())
+    # The transfer of a request without tokens takes the least time: if it has no reason to leave, no other request has.
+    if room is None or not _pressure(policy, _move(engine, room, Holding(0, 0, 0), "", (leaving, leaving_blocks))):
+        return moves
     for holds in sorted(holding, key=lambda holds: (-holds.blocks, holds.slot)):
         if holds.slot in in_force or holds.blocks < policy.offload_threshold_blocks:
             continue
-        room = _roomiest(policy, rooms.values(), holds.blocks)
-        if room is None:
+        if room is None or room.free(policy) < holds.blocks:
             continue
-        move = _move(engine, room, holds, "", (leaving, sum(blocks.values())))
+        move = _move(engine, room, holds, "", (leaving, leaving_blocks))
         if reason := _pressure(policy, move):
             moves.append(move._replace(reason=reason))
             room.promise(holds.blocks)
-            blocks[holds.slot] = holds.blocks
-            leaving += 1
+            leaving, leaving_blocks = leaving + 1, leaving_blocks + holds.blocks
+            room = _roomiest(policy, rooms.values())
     return moves
 
 
@@ -181,10 +183,9 @@ def _engine_id(move: Move) -> str:
     return move.engine.engine_id if move.engine is not None else ""
 
 
-def _roomiest(policy: DisaggPolicy, rooms: Iterable[_Room], blocks: int) -> _Room | None:
-    """Return the engine with the most room, if the blocks fit; several requests thereby spread over the engines."""
-    room = max(rooms, key=lambda room: (room.free(policy), room.engine.engine_id), default=None)
-    return room if room is not None and room.free(policy) >= blocks else None
+def _roomiest(policy: DisaggPolicy, rooms: Iterable[_Room]) -> _Room | None:
+    """Return the engine with the most room; several requests thereby spread over the engines."""
+    return max(rooms, key=lambda room: (room.free(policy), room.engine.engine_id), default=None)
 
 
 def _other(
@@ -192,8 +193,8 @@ def _other(
 ) -> Move:
     """Return the handover to another engine, or the one that takes `move` back if no other engine has room."""
     others = [room for room in rooms if room.engine.engine_id != _engine_id(move)]
-    room = _roomiest(policy, others, holds.blocks) if holds is not None else None
-    if holds is None or room is None:
+    room = _roomiest(policy, others)
+    if holds is None or room is None or room.free(policy) < holds.blocks:
         return Move(move.slot, move.blocks, TAKEN_BACK)
     replacement = _move(engine, room, holds, move.reason, (0, 0))
     room.promise(holds.blocks)

@@ -6,7 +6,7 @@ object belongs to one session.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -23,7 +23,7 @@ from meridian_control.engine.think_ends import FINISHED
 from meridian_control.policy.disagg_schema import DisaggPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from datetime import datetime
 
     from meridian_control.capabilities.handover.results import Key
@@ -65,6 +65,8 @@ class EngineHandovers(Part):
         # Ids of requests that the engine has refused to hand over.
         self._refused: set[str] = set()
         self._policy = DisaggPolicy()
+        # A pool and a policy, and the engines of the pool that fit under it.
+        self._fit_for: tuple[Any, Any, Sequence[fleet_pb2.AnsweringEngine]] = None, None, ()
         self._kv_used = 0.0
 
     # ---------------------------------------------------------------------------------------------------------- reports
@@ -182,8 +184,16 @@ class EngineHandovers(Part):
             return
         if not decides or not (self.pool or in_force):
             return
-        for move in rule.decide(policy, self._engine_facts(cost), self.pool, self._holding(), in_force):
-            self._tell(move, out)
+        if (holding := self._holding()) or in_force:
+            for move in rule.decide(policy, self._engine_facts(cost), self._fit_engines(policy), holding, in_force):
+                self._tell(move, out)
+
+    def _fit_engines(self, policy: DisaggPolicy) -> Sequence[fleet_pb2.AnsweringEngine]:
+        """Return the engines of the pool that fit, which change only with the pool and the policy."""
+        if not (self._fit_for[0] is self.pool and self._fit_for[1] is policy):
+            fit = [engine for engine in self.pool if not rule.unfit(policy, self._hello, engine)]
+            self._fit_for = self.pool, policy, fit
+        return self._fit_for[2]
 
     def no_hand_over(self, policy: DisaggPolicy) -> str:
         """Return the reason why this engine hands no request over; empty if it can."""

@@ -8,12 +8,14 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.control_group.stream import ControlGroup
+from meridian_control.capabilities.handover import rule
 from meridian_control.capabilities.handover.results import CLIENT_GONE, FINISHED, Handovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.policy.model import Policy
 from tests.fakes.parts import engine_view
 from tests.unit.control.capabilities.handover.engines import ANSWERING, BOTH, HandMade, answering, disagg, hello
+from tests.unit.control.fleet.test_turns import counting
 
 APPLIED, SHADOWED = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED
 REFUSED, SUPERSEDED = agent_pb2.OUTCOME_REFUSED, agent_pb2.OUTCOME_SUPERSEDED
@@ -83,17 +85,34 @@ def test_an_engine_that_cannot_hands_nothing_over(policy: Policy, fields: dict[s
     assert made.session.part(EngineHandovers).no_hand_over(policy.disagg) == why
 
 
-def test_a_handover_is_taken_back_once_the_answering_engine_is_gone() -> None:
+@pytest.mark.parametrize("pool", [(), (answering(unfit="it is frozen"),)])
+def test_a_handover_is_taken_back_once_the_answering_engine_is_gone_or_frozen(
+    pool: tuple[fleet_pb2.AnsweringEngine, ...],
+) -> None:
     made = pressed()
     (move,) = made.report(opened=[made.opened()], kv_used=0.95)
-    made.pool()
+    made.pool(*pool)
     (back,) = made.report(kv_used=0.95)
     assert (back.slot, back.url, back.ref) == (0, "", "")
     made.report(**outcome(move.decision_id, SUPERSEDED), kv_used=0.95)
     assert made.report(**outcome(back.decision_id, APPLIED), kv_used=0.95) == []
-    made.pool(answering("c"))
+    made.pool(*pool, answering("c"))
     (again,) = made.report(kv_used=0.95)
     assert again.url == "http://c:8000"
+
+
+def test_a_report_looks_at_the_answering_engines_once_however_many_requests_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = pressed()
+    made.pool(answering(), answering("c"))
+    made.report(opened=[made.opened(slot) for slot in range(9)], kv_used=0.5)
+    unfit, roomiest, move = (counting(monkeypatch, rule, name) for name in ("unfit", "_roomiest", "_move"))
+    made.report(kv_used=0.5)
+    assert [len(calls) for calls in (unfit, roomiest, move)] == [0, 1, 1]
+    made.pool(answering(), answering("c"))
+    assert len(made.report(kv_used=0.95)) == 2
+    assert [len(calls) for calls in (unfit, roomiest)] == [2, 1 + 3]
 
 
 @pytest.mark.parametrize("changed", [disagg(enabled=False), disagg(shadow=True), disagg(answering_pool={"pool": "x"})])
