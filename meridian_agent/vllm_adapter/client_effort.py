@@ -10,7 +10,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.request_info import CHAT, EFFORT, TEMPLATE, UNKNOWN_TEMPLATE
+from meridian_agent.core.request_info import CANDIDATE, CHAT, EFFORT, TEMPLATE, UNKNOWN_TEMPLATE
 from meridian_agent.vllm_adapter import after_import, required_api
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def _copy(request: Any, params: Any) -> None:
     extra = params.extra_args or {}
     # Both classes of requests are chats.
     said: dict[str, Any] = {EFFORT: effort_of(request), CHAT: 1}
-    if getattr(request, "return_token_ids", None):
-        # The client asks for the tokens, so its next prompt may consist of them, thinking included.
+    if getattr(request, "return_token_ids", None) and extra.get(CANDIDATE) != 1:
+        # The client, and not a relay, asks for the tokens, so its next prompt may consist of them, thinking included.
         said[TEMPLATE] = UNKNOWN_TEMPLATE
     if added := {name: value for name, value in said.items() if value and name not in extra}:
         # vLLM may use the client's own vllm_xargs as extra_args, and the client's request must stay as it is.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from meridian_agent.core.request_info import CHAT
+from meridian_agent.core.request_info import CANDIDATE, CHAT, TEMPLATE, UNKNOWN_TEMPLATE
 from meridian_agent.vllm_adapter import client_effort, required_api
 from tests.processes import Process
 
@@ -45,6 +45,9 @@ def classes(monkeypatch: pytest.MonkeyPatch) -> Classes:
         ({"reasoning_effort": "low", "vllm_xargs": {"meridian_effort": "own"}}, {"meridian_effort": "own"}),
         ({"reasoning_effort": "low", "vllm_xargs": {"meridian_effort": ""}}, {"meridian_effort": ""}),
         ({"vllm_xargs": {"a": 1}}, {"a": 1}),
+        ({"return_token_ids": True}, {TEMPLATE: UNKNOWN_TEMPLATE}),
+        # A relay asks for the tokens of its own accord.
+        ({"return_token_ids": True, "vllm_xargs": {CANDIDATE: 1}}, {CANDIDATE: 1}),
     ],
 )
 def test_a_chat_completion(classes: Classes, said: dict[str, Any], expected: dict[str, Any]) -> None:
