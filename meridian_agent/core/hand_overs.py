@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Reason why an engine without a KV connector neither hands requests over nor answers those of other engines.
 NO_CONNECTOR = "the engine has no KV connector"
+# Reason why no request can be handed over whose end marker a forced end writes over several steps.
+SEVERAL_TOKENS = "the end marker has several tokens"
 # Finish reasons of vLLM after which nobody waits for the rest of a request.
 GONE = ("abort", "client_gone", "error")
 
@@ -75,7 +77,7 @@ class HandOvers:
         if not live.info.hand_over_candidate:
             return "no relay stands ready to continue the request"
         if not stops(markers):
-            return "the end marker has several tokens"
+            return SEVERAL_TOKENS
         return self.refusal
 
     def _take(self, live: LiveRequest) -> Decided | None:

@@ -16,6 +16,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import probe_admission
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.guard import MAX_FAULT, hook
+from meridian_agent.core.hand_overs import SEVERAL_TOKENS, stops
 from meridian_agent.core.phases import NO_MARKERS, Markers, no_markers
 from meridian_agent.core.request_info import clean
 from meridian_agent.core.sentences import NO_SENTENCES, SentenceTable
@@ -98,8 +99,8 @@ class Lifecycle:
         self._chat_template: str | None = None
         self._fingerprint = ""
         self._rendered_with = NO_MARKERS
-        # Why the markers are not known, as the newest Hello says; empty if they are known.
-        self._unknown_in_hello = ""
+        # What the newest Hello says that depends on the markers.
+        self._in_hello = "", ""
         self._facts = EngineFacts(
             self._model, NO_SENTENCES, False, self._later_turns, guard.note, ("none", ""), self.limits
         )
@@ -117,7 +118,6 @@ class Lifecycle:
         self._fingerprint = find("fingerprint", lambda: fingerprint(config, self._chat_template), "")
         self._later_turns.has_template = self._chat_template is not None
         self._later_turns.read_anew()
-        self._unknown_in_hello = self._markers.unknown
         self._log_markers()
         no_probes = find("hiding probes", self._hide_probes, "they cannot be hidden from vLLM")
         if no_probes:
@@ -245,23 +245,30 @@ class Lifecycle:
             self._facts.hand_over.disarm_all()
 
     def _took(self, settings: agent_pb2.Settings) -> None:
-        """Keep settings that have come into force; if the markers have become known or are no longer known, begin a new
-        stream whose Hello says so. Called on the engine's thread and on the link's."""
+        """Keep settings that have come into force; if their markers change what a Hello says, begin a new stream.
+        Called on the engine's thread and on the link's."""
         self._state.keep(settings)
-        if self.unknown_markers != self._unknown_in_hello:
-            self._unknown_in_hello = self.unknown_markers
+        if self._marker_facts != self._in_hello:
+            self._in_hello = self._marker_facts
             self._log_markers()
-            self.link.restart("the thinking markers have become known or unknown")
+            self.link.restart("other thinking markers are in force")
 
     @property
-    def unknown_markers(self) -> str:
-        """Why no token counts as thinking on this engine; empty if its markers are known."""
+    def _in_force(self) -> Markers:
         held = self.link.lease.held
-        return str((held[1] if held is not None else self._markers).unknown)
+        markers: Markers = held[1] if held is not None else self._markers
+        return markers
+
+    @property
+    def _marker_facts(self) -> tuple[str, str]:
+        """Why no token counts as thinking, and why no request can be handed over; empty if there is no reason."""
+        markers = self._in_force
+        several = markers.known and not stops(markers)
+        return markers.unknown, self._facts.no_hand_over or (SEVERAL_TOKENS if several else "")
 
     def _log_markers(self) -> None:
-        if self.unknown_markers:
-            logger.warning("meridian: no token counts as thinking, the markers are not known: %s", self.unknown_markers)
+        if unknown := self._in_force.unknown:
+            logger.warning("meridian: no token counts as thinking, the markers are not known: %s", unknown)
         else:
             logger.info("meridian: the thinking markers are known")
 
@@ -271,7 +278,7 @@ class Lifecycle:
         """Return the first message of a stream. An agent whose rest is over counts as on, because it comes back at the
         engine's next step."""
         config, lease, guard = self._scheduler.vllm_config, self.link.lease, self._guard
-        self._unknown_in_hello = self.unknown_markers
+        self._in_hello = unknown, no_hand_over = self._marker_facts
         rest_s = guard.rest_s()
         backend, note = self._backend()
         hello = agent_pb2.Hello(
@@ -289,7 +296,7 @@ class Lifecycle:
             refused=self.link.refused,
             faults=guard.faults,
             last_fault=guard.last_fault,
-            unknown_markers=clean(self._unknown_in_hello, MAX_FAULT),
+            unknown_markers=clean(unknown, MAX_FAULT),
             entropy_backend=agent_pb2.EntropyBackend.Value(f"ENTROPY_BACKEND_{backend.upper()}"),
             entropy_note=note,
             engine_limits=self.limits.message(),
@@ -299,7 +306,8 @@ class Lifecycle:
         )
         hello.kv_connector, hello.kv_role = kv_connectors.connector_and_role(config)
         hello.no_preempt = self._facts.no_preempt
-        hello.no_hand_over, hello.no_answer_handed_over = self._facts.no_hand_over, self._facts.no_answer_handed_over
+        hello.no_hand_over, hello.no_answer_handed_over = no_hand_over, self._facts.no_answer_handed_over
+        hello.capabilities.hand_over = not no_hand_over
         if 0 < rest_s < math.inf:
             hello.recover_ms = math.ceil(rest_s * 1e3)
         return hello
@@ -310,7 +318,7 @@ class Lifecycle:
         if self._guard.rest_s():
             raise BadSettings(f"the agent is off: {self._guard.fault}")
         markers = self._resolve(settings)
-        if markers.known and self.unknown_markers:
+        if markers.known and self._in_force.unknown:
             self._rendered_with = markers
             self._later_turns.read_anew()
         return markers

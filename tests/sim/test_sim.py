@@ -319,3 +319,25 @@ def test_a_fault_brings_the_start_up_limits_back_until_the_agent_returns(monkeyp
             world.pass_time(11)
             world.pass_time(0.01)
             assert plant.engine.limits() == (1, 40, 16)
+
+
+def test_an_engine_hands_requests_over_while_its_end_marker_is_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, end, _, text = words()
+    with started(Shape()) as world:
+        (plant,) = world.plants
+        lifecycle = plant.engine.scheduler._lifecycle
+        # Nothing else is in the way of handovers.
+        lifecycle._facts = replace(lifecycle._facts, no_hand_over="")
+        cases = (([text[0], end], "the end marker has several tokens"), ([end], ""))
+        for revision, (ending, reason) in enumerate(cases, 2):
+            markers = {"think_start_token_ids": [start], "think_end_token_ids": ending}
+            policy = Policy.model_validate({"model": {"m": markers}})
+            monkeypatch.setattr(World, "policy", lambda *_, policy=policy: policy)
+            with world.timeline.running():
+                world.put_policy()
+                for _ in range(200):
+                    world.pass_time(0.05)
+            assert world.server.fleet is not None
+            (hello,) = (connection.session.hello for connection in world.server.fleet.connections)
+            told = hello.revision, hello.capabilities.hand_over, hello.no_hand_over
+            assert told == (revision, not reason, reason)
