@@ -34,6 +34,8 @@ class SamplingParams(Protocol):
     min_tokens: int
     stop: str | list[str] | None
     stop_token_ids: list[int] | None
+    presence_penalty: float
+    frequency_penalty: float
 
 
 class Request(Protocol):

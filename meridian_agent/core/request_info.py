@@ -162,7 +162,7 @@ def info_of(
         traceparent=clean(request.trace_headers.get("traceparent", "")) if request.trace_headers else "",
         context_tokens=scheduler.max_model_len - request.num_prompt_tokens,
         remote_decode=scheduler.connector is not None and _is_remote_decode(request.kv_transfer_params),
-        hand_over_candidate=_extra(request, CANDIDATE) == 1 and not _stops_at_end(request.sampling_params, markers),
+        hand_over_candidate=_extra(request, CANDIDATE) == 1 and _can_move(request.sampling_params, markers),
         handed_over_ref=ref,
         chat_template=template_settings(request),
         thinking_absent=_extra(request, THINKING_ABSENT) == 1,
@@ -176,9 +176,11 @@ def _is_remote_decode(kv_transfer_params: object) -> bool:
     return isinstance(kv_transfer_params, dict) and kv_transfer_params.get("do_remote_decode") is True
 
 
-def _stops_at_end(params: SamplingParams, markers: Markers) -> bool:
-    """Whether a request has an end marker of one token among its stop tokens, so that it wants no answer."""
-    return any((token,) in markers.ends for token in params.stop_token_ids or ())
+def _can_move(params: SamplingParams, markers: Markers) -> bool:
+    """Whether another engine would give the same answer: a request that has an end marker of one token among its stop
+    tokens wants none, and penalties count what is generated, but not the thinking once it is a prompt."""
+    stops_at_end = any((token,) in markers.ends for token in params.stop_token_ids or ())
+    return not (stops_at_end or params.presence_penalty or params.frequency_penalty)
 
 
 def _extra(request: Request, name: str) -> object:

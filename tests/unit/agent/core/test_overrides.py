@@ -88,7 +88,8 @@ MARKERS = Markers(((START,),), ((END,),))
 
 
 def params(budget: object, **extra: object) -> SimpleNamespace:
-    return SimpleNamespace(thinking_token_budget=budget, extra_args=extra or None, stop_token_ids=None)
+    neutral = {"stop_token_ids": None, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    return SimpleNamespace(thinking_token_budget=budget, extra_args=extra or None, **neutral)
 
 
 @pytest.mark.parametrize(
@@ -163,12 +164,19 @@ def test_a_relay_marks_the_requests_that_it_can_continue(mark: object, candidate
     assert told(params(None, **own)).hand_over_candidate is candidate
 
 
-@pytest.mark.parametrize(("stops", "candidate"), [([TEXT], True), ([TEXT, END], False)])
-def test_a_request_that_stops_where_its_thinking_ends_wants_no_answer_of_another_engine(
-    stops: list[int], candidate: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "candidate"),
+    [
+        ("stop_token_ids", [TEXT], True),
+        ("stop_token_ids", [TEXT, END], False),
+        # The engine's generation configuration may name a penalty that the client does not.
+        ("presence_penalty", 1.5, False),
+        ("frequency_penalty", -0.5, False),
+    ],
+)
+def test_a_request_that_another_engine_would_answer_otherwise_stays(name: str, value: Any, candidate: bool) -> None:
     made = params(None, **{CANDIDATE: 1})
-    made.stop_token_ids = stops
+    setattr(made, name, value)
     assert told(made).hand_over_candidate is candidate
 
 
