@@ -37,12 +37,13 @@ class Decided(NamedTuple):
 
 
 def stops(markers: Markers) -> list[int]:
-    """Return the tokens after which a request is handed over: the end markers that are one token. The list is empty if
-    a forced end would write a marker of several tokens."""
+    """Return the tokens after which a request is handed over: the end markers that a forced end writes. The list is
+    empty if one of them has several tokens. Other markers, such as the beginning of a tool call, are also text of the
+    answer, which the client would lack."""
     ends = {markers.ends[0], *(end for _, end in markers.own_ends)}
     if not markers.known or any(len(end) != 1 for end in ends):
         return []
-    return sorted({end[0] for end in markers.ends if len(end) == 1})
+    return sorted(token for (token,) in ends)
 
 
 class HandOvers:
