@@ -219,7 +219,6 @@ class HandOverPort:
             "url": target.url,
             "kv_transfer_params": params if blocks else None,
             "expires_ms": int((self._lease_s - MARGIN_S) * 1e3),
-            "end": request.output_token_ids[-1],
             # The limit that vLLM chose, if the client named none.
             "max_tokens": request.max_tokens,
         }

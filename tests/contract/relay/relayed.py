@@ -125,5 +125,5 @@ async def engines(script: Script, number: int) -> AsyncIterator[list[FakeVllm]]:
 
 def handover(url: str, params: dict[str, Any] | None = PARAMS, expires_ms: float = 60_000, **more: Any) -> str:
     """Return the stop_reason with which an engine has a request continued at a URL."""
-    fields = {"ref": "ref-1", "url": url, "kv_transfer_params": params, "expires_ms": expires_ms, "end": 1}
+    fields = {"ref": "ref-1", "url": url, "kv_transfer_params": params, "expires_ms": expires_ms}
     return HANDOVER + json.dumps(fields | more)

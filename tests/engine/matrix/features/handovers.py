@@ -75,7 +75,7 @@ def handed_over(engine: Engine) -> None:
     reading = []
     for name, ask in asks.items():
         told, tokens = _told(run, name), run.tokens[name]
-        assert (told["url"], told["end"], tokens.count(engine.end), tokens[-1]) == (URL, engine.end, 1, engine.end)
+        assert (told["url"], tokens.count(engine.end), tokens[-1]) == (URL, 1, engine.end)
         (blocks,) = told["kv_transfer_params"]["remote_block_ids"]
         known = [*ask.prompt, *tokens]
         assert len(blocks) == -(-len(known) // block)
