@@ -17,16 +17,18 @@ from meridian_agent.core.step_record import Outcome
 from meridian_agent.vllm_adapter import preemption_api, request_api
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.preempts import Claim, Preempts
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.engine.queue_order import QueueOrder
-    from meridian_agent.vllm_types import PreemptingScheduler, SchedulerOutput
+    from meridian_agent.vllm_types import PreemptingScheduler, Request, SchedulerOutput
 
 # Seconds whose tokens may be computed again at once, after a time without preemptions.
 BURST_S = 1.0
+# Number of waiting requests for which the agent looks for requests to preempt in one step; each look takes time.
+MOST_LACKING = 4
 
 
 class Preempted(NamedTuple):
@@ -91,52 +93,66 @@ class Preemption:
     def obey(self, scheduler: PreemptingScheduler) -> tuple[int, int]:
         """Put the requests that may preempt others first in the waiting queue, and preempt as many requests as they
         need. Return how many of the free running places and KV blocks they are to take in the coming step."""
-        claims = self._preempts.claims
-        for live in [live for live in claims if not request_api.is_queued(live.ref)]:
+        claims, waiting = self._preempts.claims, set(scheduler.waiting)
+        for live in [live for live in claims if live.ref not in waiting and not request_api.is_queued(live.ref)]:
             self._preempts.settle(live, Outcome.ENDED_NATURALLY, JOINED)
-        if self._queues.preempted_answers():
-            # An answer that vLLM has preempted comes first.
+        places = preemption_api.free_places(scheduler) - self._reserved(scheduler)
+        if self._queues.preempted_answers() or (places < 1 and not self.recomputed.may_grow()):
+            # An answer that vLLM has preempted comes first, or no request can join the coming step.
             return 0, 0
-        ready = [live for live in claims if preemption_api.waits_for_place(scheduler, live.ref)]
-        needs = {live: preemption_api.needs(scheduler, live.ref) for live in ready}
-        for live, (_, uncached) in list(needs.items()):
-            if 0 < claims[live].max_prompt_tokens < uncached:
-                del needs[live]
-                most = claims[live].max_prompt_tokens
-                why = f"{uncached} prompt tokens are not cached, and max_prompt_tokens is {most}"
-                self._preempts.settle(live, Outcome.REFUSED, why)
-        if overdue := self._overdue() if needs else []:
+        ready = self._ready(scheduler, waiting)
+        overdue = [live.ref for live in self._overdue() if live.ref in waiting]
+        if overdue and any(ready):
             self._put_first(scheduler, overdue)
             return 0, 0
-        first = [live for live in needs if not claims[live].shadow]
-        served: list[LiveRequest] = []
-        taken_places = taken_blocks = 0
-        places = preemption_api.free_places(scheduler) - self._reserved(scheduler)
+        served: list[Request] = []
+        others: list[Request] = []
+        taken_places = taken_blocks = lacking = 0
         blocks = preemption_api.free_blocks(scheduler)
-        for live, (needed, _) in needs.items():
+        for live, claim, needed in ready:
+            group = others
             if places < 1 or blocks < needed:
-                victims = self._victims(scheduler, claims[live], 1 - places, needed - blocks)
+                lacking += 1
+                if lacking > MOST_LACKING:
+                    break
+                victims = self._victims(scheduler, claim, 1 - places, needed - blocks)
                 places += len(victims)
                 blocks += sum([victim.blocks for victim in victims])
                 if self._carry_out(scheduler, live, victims):
-                    served.append(live)
-            if places >= 1 and blocks >= needed:
+                    group = served
+            fits = places >= 1 and blocks >= needed
+            if fits:
                 places, blocks = places - 1, blocks - needed
-                if live in first:
-                    taken_places, taken_blocks = taken_places + 1, taken_blocks + needed
+            if not claim.shadow:
+                group.append(live.ref)
+                taken_places, taken_blocks = taken_places + fits, taken_blocks + fits * needed
         # vLLM has put each preempted request first, where it would take back its place. A request that lacks too much
         # stands behind those for which others were preempted.
-        self._put_first(scheduler, [*served, *(live for live in first if live not in served)])
+        self._put_first(scheduler, served + others)
         return taken_places, taken_blocks
+
+    def _ready(
+        self, scheduler: PreemptingScheduler, waiting: Container[Request]
+    ) -> Iterator[tuple[LiveRequest, Claim, int]]:
+        """Yield the requests that could join the coming step, each with its claim and the KV blocks that it needs;
+        refuse those whose prompts are too long."""
+        for live, claim in list(self._preempts.claims.items()):
+            if live.ref not in waiting or not preemption_api.may_join(scheduler, live.ref):
+                continue
+            needed, uncached = preemption_api.needs(scheduler, live.ref)
+            if 0 < claim.max_prompt_tokens < uncached:
+                why = f"{uncached} prompt tokens are not cached, and max_prompt_tokens is {claim.max_prompt_tokens}"
+                self._preempts.settle(live, Outcome.REFUSED, why)
+            else:
+                yield live, claim, needed
 
     def _overdue(self) -> list[LiveRequest]:
         """Return the preempted requests that have waited for too long."""
         now_s = self._clock()
         return [live for live, one in self.waiting.items() if now_s - one.since_s >= one.max_wait_s]
 
-    def _put_first(self, scheduler: PreemptingScheduler, first: Sequence[LiveRequest]) -> None:
-        """Put these requests first in the waiting queue, in this order."""
-        wanted = [live.ref for live in first if live.ref in scheduler.waiting]
+    def _put_first(self, scheduler: PreemptingScheduler, wanted: Sequence[Request]) -> None:
+        """Put these waiting requests first in the waiting queue, in this order."""
         if any(request is not want for request, want in zip(scheduler.waiting, wanted, strict=False)):
             self._queues.ordered = True
             scheduler.waiting.remove_requests(wanted)
@@ -150,11 +166,14 @@ class Preemption:
         requests that may be preempted now do not have so many."""
         if not self.recomputed.may_grow():
             return []
+        chosen = [live for live in claim.victims if self._may_preempt(scheduler, live, claim)]
+        if sum([preemption_api.held_blocks(scheduler, live.ref) for live in chosen]) < lacking_blocks:
+            # To find out which blocks are a request's own takes a look at each of them.
+            return []
         lost, costs = max(0, lacking_blocks), []
-        for place, live in enumerate(claim.victims):
-            if self._may_preempt(scheduler, live, claim):
-                tokens = preemption_api.uncached_tokens(scheduler, live.ref, lost)
-                costs.append((tokens, preemption_api.preemptions(live.ref), place, live))
+        for place, live in enumerate(chosen):
+            tokens = preemption_api.uncached_tokens(scheduler, live.ref, lost)
+            costs.append((tokens, preemption_api.preemptions(live.ref), place, live))
         victims, own_blocks = [], 0
         for tokens, *_, live in sorted(costs):
             victims.append(Victim(live, tokens, preemption_api.own_blocks(scheduler, live.ref)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meridian_agent.vllm_adapter import request_api, scheduler_api
 
@@ -50,9 +50,9 @@ def keeps_tokens(scheduler: Scheduler, request: Request) -> bool:
     return request.sampling_params.seed is None or scheduler_api.can_redraw(scheduler)
 
 
-def waits_for_place(scheduler: PreemptingScheduler, request: Request) -> bool:
-    """Whether a request waits in the queue, and vLLM takes it in as soon as places and KV blocks are free."""
-    if request not in scheduler.waiting or not request_api.is_ready(request) or scheduler_api.is_paused(scheduler):
+def may_join(scheduler: PreemptingScheduler, request: Request) -> bool:
+    """Whether vLLM takes a waiting request in as soon as places and KV blocks are free."""
+    if not request_api.is_ready(request) or scheduler_api.is_paused(scheduler):
         return False
     return request.lora_request is None or scheduler_api.adapters_fit(scheduler)
 
@@ -72,11 +72,21 @@ def free_blocks(scheduler: PreemptingScheduler) -> int:
 def needs(scheduler: PreemptingScheduler, request: Request) -> tuple[int, int]:
     """Return how many free KV blocks a waiting request needs for its prompt at most, and how many of its tokens are in
     no cached block."""
-    manager = scheduler.kv_cache_manager
-    computed, cached_tokens = manager.get_computed_blocks(request)[:2]
+    manager: Any = scheduler.kv_cache_manager
+    # vLLM tells those who follow its KV events of the blocks that it finds, if the request asks for that.
+    tells, manager.enable_kv_cache_events = getattr(manager, "enable_kv_cache_events", False), False
+    try:
+        computed, cached_tokens = manager.get_computed_blocks(request)[:2]
+    finally:
+        manager.enable_kv_cache_events = tells
     in_use = sum([block.ref_cnt > 0 for group in computed.blocks for block in group])
     tokens, groups = request.num_tokens + scheduler.num_spec_tokens, manager.coordinator.single_type_managers
     return sum([-(-tokens // group.block_size) for group in groups]) - in_use, request.num_tokens - cached_tokens
+
+
+def held_blocks(scheduler: PreemptingScheduler, request: Request) -> int:
+    """Return how many KV blocks a request has, also those that others share."""
+    return sum(map(len, scheduler.kv_cache_manager.get_blocks(request.request_id).blocks))
 
 
 def own_blocks(scheduler: PreemptingScheduler, request: Request) -> int:

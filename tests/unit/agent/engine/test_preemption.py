@@ -17,18 +17,28 @@ from meridian_agent.core.preempts import JOINED
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.tracker import Tracker
-from meridian_agent.engine.preemption import Preemption
+from meridian_agent.engine.preemption import MOST_LACKING, Preemption
 from tests.fakes.engine import MARKERS
 
 BLOCK = 16
 Told = list[tuple[int, int, int, str]]
 
 
+class Request:
+    """vLLM's request, as far as the agent uses it."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__ |= fields
+
+
 class Queue(deque[Any]):
     """vLLM's FCFS queue, as far as the agent uses it."""
 
+    def __contains__(self, request: object) -> bool:
+        raise AssertionError("a look at each request of the queue, which takes long for each one that may preempt")
+
     def remove_requests(self, requests: list[Any]) -> None:
-        kept = [request for request in self if request not in requests]
+        kept = [request for request in self if request not in set(requests)]
         self.clear()
         self.extend(kept)
 
@@ -57,9 +67,17 @@ class Scheduler:
             enable_caching=self.caching,
             block_pool=SimpleNamespace(get_num_free_blocks=lambda: self.free),
             coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(block_size=BLOCK)]),
-            get_computed_blocks=lambda request: (SimpleNamespace(blocks=[[]]), request.cached, 0),
+            enable_kv_cache_events=True,
+            get_computed_blocks=self.look_up,
             get_blocks=lambda name: SimpleNamespace(blocks=[self.named(name).blocks]),
         )
+        self.looks = 0
+
+    def look_up(self, request: Any) -> tuple[Any, int, int]:
+        # vLLM would send a KV event for each look at a request that asks for them.
+        assert not self.kv_cache_manager.enable_kv_cache_events
+        self.looks += 1
+        return SimpleNamespace(blocks=[[]]), request.cached, 0
 
     def named(self, name: str) -> Any:
         return next(request for request in (*self.running, *self.waiting) if request.request_id == name)
@@ -92,7 +110,7 @@ class Engine:
         """Add a request that runs, or waits if nothing of it is computed."""
         queue: Any = self.scheduler.running if computed else self.scheduler.waiting
         block = SimpleNamespace(ref_cnt=1)
-        request = SimpleNamespace(
+        request: Any = Request(
             **{
                 "request_id": name,
                 "status": SimpleNamespace(name="RUNNING" if computed else "WAITING"),
@@ -197,7 +215,7 @@ def test_a_free_place_is_enough() -> None:
     engine.decide()
     assert engine.obey() == ["w", "x"]
     assert engine.told == []
-    engine.tracker.by_id["w"].ref.status = SimpleNamespace(name="RUNNING")
+    engine.scheduler.waiting.popleft().status = SimpleNamespace(name="RUNNING")
     engine.obey()
     assert [(outcome, detail) for _, outcome, _, detail in engine.told] == [(Outcome.ENDED_NATURALLY, JOINED)]
 
@@ -242,6 +260,21 @@ def test_no_preempted_request_goes_before_those_that_wait(places: int, queue: li
     engine.decide("w")
     engine.decide("v")
     assert engine.obey() == queue
+
+
+@pytest.mark.parametrize(
+    ("places", "may_grow", "looks"), [(2, False, 0), (2, True, MOST_LACKING + 1), (12, True, 10 + MOST_LACKING + 1)]
+)
+def test_a_step_looks_at_few_of_many_waiting_requests(places: int, may_grow: bool, looks: int) -> None:
+    """Two requests run. Those that wait take the free places in one step, and few others are looked at."""
+    engine = crowded(places=places)
+    for name in map(str, range(30)):
+        engine.add(name, 0, Phase.PROMPT)
+        engine.decide(name, max_preemptions=0)
+    engine.preemption.recomputed.expect(0 if may_grow else 2, 1)
+    assert sorted(engine.obey()) == sorted(["w", *map(str, range(30))])
+    assert engine.scheduler.looks == looks
+    assert engine.scheduler.kv_cache_manager.enable_kv_cache_events
 
 
 def test_a_prompt_that_is_too_long() -> None:
