@@ -154,10 +154,8 @@ def _wrap_worker(wrapper_class: Any) -> None:
 def _hide_from_worker_connector() -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    from meridian_agent.core.probe_admission import PREFIX
-
     if has_kv_transfer_group():
-        kv_connectors.hide_finished(get_kv_transfer_group(), PREFIX)
+        kv_connectors.hide_finished(get_kv_transfer_group())
 
 
 def _after(owner: Any, name: str, then: Callable[[], None]) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_record import Report
 
-PREFIX = "meridian-probe-"
 # Reasons for refusing a probe of a request that does not think any more, or whose text nearly fills the context.
 NOT_THINKING, NO_CONTEXT = "not thinking", "no room in the context"
 # Probes of one step take at most 1 / STEP_SHARE of the step's token budget.

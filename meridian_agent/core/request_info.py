@@ -30,6 +30,8 @@ MAX_TEXT, HASH_BYTES = 128, 8
 # of a longer one; and the number of characters after it, which are vLLM's own random ones and their hyphen.
 MAX_ID, LEFT_OUT, LAST = 256, "...", 9
 MAX_TOKENS = 2**31 - 1
+# Beginning of the ids of requests that run EAT probes; the number of the probe follows.
+PROBE_PREFIX = "meridian-probe:"
 # Names in the vllm_xargs: of a request that a relay can continue on another engine, with the value 1, and of a request
 # that continues another engine's, with the reference of the decision.
 CANDIDATE, HAND_OVER = "meridian_handover_candidate", "meridian_handover"
@@ -186,6 +188,12 @@ def _can_move(params: SamplingParams, markers: Markers) -> bool:
 def _extra(request: Request, name: str) -> object:
     params = request.sampling_params
     return (params.extra_args or {}).get(name, "") if params is not None else ""
+
+
+def is_probe(request_id: str) -> bool:
+    """Whether a request runs an EAT probe. No client's id is that of a probe, whatever the client chooses, because vLLM
+    appends characters that are no digits."""
+    return request_id.startswith(PROBE_PREFIX) and request_id[len(PROBE_PREFIX) :].isdecimal()
 
 
 def template_settings(request: Request) -> str:

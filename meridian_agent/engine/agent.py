@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core import probe_admission, request_info
+from meridian_agent.core import request_info
 from meridian_agent.core.catch_up import CatchUp, state_of_new
 from meridian_agent.core.directives import CAPS, MEMORY, ORDER, RULES, STEP_DECISIONS, Directives
 from meridian_agent.core.guard import hook
@@ -246,7 +246,7 @@ class Agent:
 
     def adopt(self, requests: Iterable[Request], steps_under_way: int) -> None:
         """Begin to track the requests of an engine that is already running, over the coming steps."""
-        self._adoption = CatchUp(r for r in requests if not r.request_id.startswith(probe_admission.PREFIX))
+        self._adoption = CatchUp(r for r in requests if not request_info.is_probe(r.request_id))
         self.accounts.prefills.extend([0] * steps_under_way)
 
     def _adopt_some(self, scheduler: Scheduler) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core import probe_admission
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.guard import MAX_FAULT, hook
 from meridian_agent.core.hand_overs import SEVERAL_TOKENS, stops
@@ -165,11 +164,11 @@ class Lifecycle:
     def _hide_probes(self) -> str:
         """Hide probes from vLLM's metrics, its KV cache events and its KV connector. Return why that cannot be done, so
         that there can be no probes; empty if it can."""
-        scheduler, prefix = self._scheduler, probe_admission.PREFIX
-        prefix_cache.hide_from_cache_stats(scheduler.kv_cache_manager, prefix)
+        scheduler = self._scheduler
+        prefix_cache.hide_from_cache_stats(scheduler.kv_cache_manager)
         if scheduler.kv_cache_manager.block_pool.enable_kv_cache_events:
-            kv_connectors.cache_nothing(scheduler.kv_cache_manager, prefix)
-        if why := kv_connectors.hide_from_connector(scheduler, prefix, self._guard):
+            kv_connectors.cache_nothing(scheduler.kv_cache_manager)
+        if why := kv_connectors.hide_from_connector(scheduler, self._guard):
             return f"they cannot be hidden from the KV connector: {why}"
         if scheduler_api.captures_outputs(scheduler):
             return "the workers capture auxiliary outputs (enable_return_routed_experts)"

@@ -17,6 +17,7 @@ from meridian_agent.core import probe_admission
 from meridian_agent.core.live_request import OtherAnswers
 from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_SENTENCE, Phase
 from meridian_agent.core.probe_admission import HOLD_STEPS, MAX_HOLD_MS
+from meridian_agent.core.request_info import PROBE_PREFIX
 from meridian_agent.core.sentences import CERTAIN, LIKELY
 from meridian_agent.core.step_record import MeasuredProbe, Outcome
 from meridian_agent.core.step_signals import PROBED
@@ -238,7 +239,7 @@ class ProbeRunner:
         live, known = placed.parent, placed.shared_tokens + 1
         live.probed_at = placed.think_tokens
         tokens = [*live.ref.all_token_ids[:known], *self._tracker.markers.probe_of(live.own_state.start)]
-        probe = request_api.probe_request(live.ref, f"{probe_admission.PREFIX}{self._number}", tokens, known)
+        probe = request_api.probe_request(live.ref, f"{PROBE_PREFIX}{self._number}", tokens, known)
         self.placed[probe.request_id] = placed
         if hold_ms:
             live.hold_until(time.monotonic() + hold_ms / 1e3)

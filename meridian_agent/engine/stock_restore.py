@@ -11,7 +11,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.core.request_info import is_probe
 from meridian_agent.vllm_adapter import probe_rows, request_api, scheduler_api
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def as_stock(
 
 def take_out_probes(scheduler: Scheduler) -> None:
     """Take all probes out of the engine."""
-    for request_id in [r for r in scheduler.requests if r.startswith(PREFIX)]:
+    for request_id in [r for r in scheduler.requests if is_probe(r)]:
         take_out(scheduler, request_id)
 
 
@@ -85,6 +85,6 @@ def order(scheduler: Scheduler) -> None:
 def hide_probes(groups: Iterable[Any]) -> None:
     """Remove probes from the output for the clients. groups: vLLM's EngineCoreOutputs."""
     for group in groups:
-        group.outputs = [o for o in group.outputs if not o.request_id.startswith(PREFIX)]
+        group.outputs = [o for o in group.outputs if not is_probe(o.request_id)]
         if group.finished_requests:
-            group.finished_requests = {r for r in group.finished_requests if not r.startswith(PREFIX)}
+            group.finished_requests = {r for r in group.finished_requests if not is_probe(r)}

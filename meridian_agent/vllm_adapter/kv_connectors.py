@@ -3,8 +3,8 @@ receives contains a probe, and no statistic of a connector counts a probe.
 
 The module wraps a connector's methods, on the instance, in the engine core and in each worker. The module also keeps
 probes out of the KV cache events, from which other programs learn what an engine has cached. A probe is recognised by
-the prefix of its request id. Only `hide_from_connector` imports vLLM. The wrappers run on the thread on which vLLM
-calls its connector.
+its request id. Only `hide_from_connector` imports vLLM. The wrappers run on the thread on which vLLM calls its
+connector.
 
 A connector receives everything about a step but the probes' rows. The KV blocks that a probe gets are shown to the
 connector as blocks copied onto themselves, so that a connector that still stores their former contents finishes first.
@@ -17,7 +17,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.request_info import clean
+from meridian_agent.core.request_info import clean, is_probe
 from meridian_agent.vllm_adapter import required_api
 from meridian_agent.vllm_adapter.version import minor, vllm_version
 
@@ -80,13 +80,12 @@ def _parts(connector: Any) -> list[Any]:
     return [connector, *(one for each in within for one in _parts(each))] if isinstance(within, list) else [connector]
 
 
-def hide(scheduler: Scheduler, prefix: str, copied: Callable[[int, int], Any], guard: Guard) -> None:
+def hide(scheduler: Scheduler, copied: Callable[[int, int], Any], guard: Guard) -> None:
     """Wrap the methods of a scheduler's connector, on the instance.
 
-    prefix: prefix of the ids of hidden requests. copied: makes vLLM's KVCacheBlockCopy. guard: trips if the hidden
-    requests cannot be removed from a step.
+    copied: makes vLLM's KVCacheBlockCopy. guard: trips if probes cannot be removed from a step.
     """
-    hidden = _Hidden(scheduler, prefix, copied, guard)
+    hidden = _Hidden(scheduler, copied, guard)
     connector = scheduler.connector
     for name, answer in ANSWERS.items():
         if (call := getattr(connector, name, None)) is not None:
@@ -95,15 +94,15 @@ def hide(scheduler: Scheduler, prefix: str, copied: Callable[[int, int], Any], g
     connector.build_connector_meta = hidden.building(connector.build_connector_meta)
 
 
-def hide_finished(connector: Any, prefix: str) -> None:
-    """Remove hidden requests from the ids of finished requests that a worker's connector receives."""
+def hide_finished(connector: Any) -> None:
+    """Remove probes from the ids of finished requests that a worker's connector receives."""
     for name in OF_FINISHED:
         if (call := getattr(connector, name, None)) is not None:
-            setattr(connector, name, _without_hidden(call, prefix))
+            setattr(connector, name, _without_probes(call))
 
 
-def cache_nothing(manager: Any, prefix: str) -> None:
-    """Keep the blocks of hidden requests out of vLLM's prefix cache.
+def cache_nothing(manager: Any) -> None:
+    """Keep the blocks of probes out of vLLM's prefix cache.
 
     vLLM publishes a KV cache event for each block that enters or leaves the cache. For a probe's block the event would
     say that the block is gone while the probed request still has a block with the same tokens.
@@ -114,36 +113,36 @@ def cache_nothing(manager: Any, prefix: str) -> None:
 
     @functools.wraps(cache)
     def cache_others(request: Any, *args: Any, **kwargs: Any) -> None:
-        if not request.request_id.startswith(prefix):
+        if not is_probe(request.request_id):
             cache(request, *args, **kwargs)
 
     manager.coordinator.cache_blocks = cache_others
 
 
-def _without_hidden(call: Callable[..., Any], prefix: str) -> Callable[..., Any]:
+def _without_probes(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def finished(finished_req_ids: Set[str], *args: Any, **kwargs: Any) -> Any:
-        return call({r for r in finished_req_ids if not r.startswith(prefix)}, *args, **kwargs)
+        return call({r for r in finished_req_ids if not is_probe(r)}, *args, **kwargs)
 
     return finished
 
 
 class _Hidden:
-    """Hides requests of one scheduler from the scheduler's connector."""
+    """Hides the probes of one scheduler from the scheduler's connector."""
 
-    def __init__(self, scheduler: Scheduler, prefix: str, copied: Callable[[int, int], Any], guard: Guard) -> None:
-        self._scheduler, self._prefix, self._copied, self._guard = scheduler, prefix, copied, guard
+    def __init__(self, scheduler: Scheduler, copied: Callable[[int, int], Any], guard: Guard) -> None:
+        self._scheduler, self._copied, self._guard = scheduler, copied, guard
         # Ids of probes for which vLLM has called the connector; removed when a step lists the probe as finished.
         self._ids: set[str] = set()
-        # vLLM's real connector statistics while vLLM counts a hidden request in a substitute; otherwise None.
+        # vLLM's real connector statistics while vLLM counts a probe in a substitute; otherwise None.
         self._stats: Any = None
 
     def answering(self, call: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-        """Wrap a method so that it returns `answer` for a hidden request."""
+        """Wrap a method so that it returns `answer` for a probe."""
 
         @functools.wraps(call)
         def asked(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if not request.request_id.startswith(self._prefix):
+            if not is_probe(request.request_id):
                 return call(request, *args, **kwargs)
             self._ids.add(request.request_id)
             return answer
@@ -151,13 +150,13 @@ class _Hidden:
         return asked
 
     def uncounted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the method right after which vLLM counts a request in the connector's statistics, so that a hidden
-        request is counted in a substitute."""
+        """Wrap the method right after which vLLM counts a request in the connector's statistics, so that a probe
+        is counted in a substitute."""
 
         @functools.wraps(call)
         def allocated(request: Any, *args: Any, **kwargs: Any) -> Any:
             self._count()
-            if request.request_id.startswith(self._prefix):
+            if is_probe(request.request_id):
                 self._stats = getattr(self._scheduler, "connector_prefix_cache_stats", None)
                 if self._stats is not None:
                     self._scheduler.connector_prefix_cache_stats = type(self._stats)()
@@ -171,7 +170,7 @@ class _Hidden:
             self._scheduler.connector_prefix_cache_stats, self._stats = self._stats, None
 
     def building(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the method that receives the whole step, so that it receives the step without hidden requests."""
+        """Wrap the method that receives the whole step, so that it receives the step without probes."""
 
         @functools.wraps(call)
         def build(scheduler_output: Any) -> Any:
@@ -196,7 +195,7 @@ class _Hidden:
         return build
 
     def _without(self, output: Any) -> Any:
-        """Return a copy of a step without its hidden requests. output: vLLM's SchedulerOutput, which is not changed."""
+        """Return a copy of a step without its probes. output: vLLM's SchedulerOutput, which is not changed."""
         ids, shown = self._ids, _others(output, self._ids)
         shown.total_num_scheduled_tokens = sum(shown.num_scheduled_tokens.values())
         shown.scheduled_new_reqs = [r for r in output.scheduled_new_reqs if r.req_id not in ids]
@@ -232,11 +231,11 @@ def _others(of: Any, ids: Set[str]) -> Any:
     return others
 
 
-def hide_from_connector(scheduler: Scheduler, prefix: str, guard: Guard) -> str:
-    """Hide the requests whose ids have this prefix from vLLM's KV connector. Return the reason why the requests cannot
-    be hidden; empty if they are hidden or there is no connector.
+def hide_from_connector(scheduler: Scheduler, guard: Guard) -> str:
+    """Hide probes from vLLM's KV connector. Return the reason why they cannot be hidden; empty if they are hidden or
+    there is no connector.
 
-    guard: trips if hidden requests cannot be removed from a later step.
+    guard: trips if probes cannot be removed from a later step.
     """
     if scheduler.connector is None:
         return ""
@@ -250,7 +249,7 @@ def hide_from_connector(scheduler: Scheduler, prefix: str, guard: Guard) -> str:
     if minor() < COPIES_READ_FROM and has(scheduler.connector, "OffloadingConnector"):
         return f"the OffloadingConnector of vLLM {vllm_version()} must see every request that gets KV blocks"
     try:
-        hide(scheduler, prefix, KVCacheBlockCopy, guard)
+        hide(scheduler, KVCacheBlockCopy, guard)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

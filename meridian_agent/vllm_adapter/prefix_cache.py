@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.guard import hook
+from meridian_agent.core.request_info import is_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,28 +28,28 @@ def free_anew(pool: BlockPool, blocks: Sequence[Block]) -> None:
     pool.touch(blocks) or pool.free_blocks(blocks[::-1])
 
 
-def hide_from_cache_stats(manager: Any, prefix: str) -> None:
-    """Keep the requests whose ids have this prefix out of vLLM's prefix-cache metrics."""
+def hide_from_cache_stats(manager: Any) -> None:
+    """Keep probes out of vLLM's prefix-cache metrics."""
     record = getattr(manager, "record_prefix_cache_stats", None)
     if record is None:
-        _look_up_unrecorded(manager, prefix)
+        _look_up_unrecorded(manager)
         return
 
-    def record_unless_hidden(request: Any, *args: Any, **kwargs: Any) -> None:
-        if not request.request_id.startswith(prefix):
+    def record_unless_probe(request: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_probe(request.request_id):
             record(request, *args, **kwargs)
 
-    manager.record_prefix_cache_stats = record_unless_hidden
+    manager.record_prefix_cache_stats = record_unless_probe
 
 
-def _look_up_unrecorded(manager: Any, prefix: str) -> None:
-    """Keep hidden requests out of the prefix-cache metrics of vLLM up to 0.26, which records each request when it looks
-    the request up."""
+def _look_up_unrecorded(manager: Any) -> None:
+    """Keep probes out of the prefix-cache metrics of vLLM up to 0.26, which records each request when it looks the
+    request up."""
     lookup = manager.get_computed_blocks
 
     def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
         records = manager.log_stats
-        manager.log_stats = records and not request.request_id.startswith(prefix)
+        manager.log_stats = records and not is_probe(request.request_id)
         try:
             return lookup(request, *args, **kwargs)
         finally:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.core.request_info import is_probe
 from tests.engine.recording import records
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class _Clocks:
 
         def watched_add(request: Any) -> None:
             add(request)
-            if not request.request_id.startswith(PREFIX):
+            if not is_probe(request.request_id):
                 self.added_s[request.request_id] = time.monotonic()
 
         def watched_schedule(*args: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from meridian_agent.core.guard import Guard
 from meridian_agent.core.phases import Phase
-from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.core.request_info import PROBE_PREFIX, is_probe
 from meridian_agent.engine.queue_order import QueueOrder
 from meridian_agent.vllm_adapter import kv_connectors, prefix_cache, request_api
 from meridian_agent.vllm_adapter import kv_connectors as connectors
@@ -112,7 +112,7 @@ def run(scheduler: Any, shared: int, counted: Counter[str] | None = None, alone:
     parent = request("parent", shared)
     scheduler.add_request(parent)
     steps = [step(scheduler, counted)]
-    probe = request_api.probe_request(parent, f"{PREFIX}1", [*parent.all_token_ids, MARKER], parent.num_tokens)
+    probe = request_api.probe_request(parent, f"{PROBE_PREFIX}1", [*parent.all_token_ids, MARKER], parent.num_tokens)
     scheduler.add_request(probe)
     if alone:
         parent.next_decode_eligible_step = scheduler.current_step + 2
@@ -123,15 +123,15 @@ def run(scheduler: Any, shared: int, counted: Counter[str] | None = None, alone:
 @pytest.mark.parametrize(("shared", "alone"), [(3 * BLOCK, False), (3 * BLOCK + 7, False), (3 * BLOCK + 7, True)])
 def test_a_probe_is_none_of_the_connectors_business(scheduler: Any, shared: int, alone: bool) -> None:
     guard, counted = Guard(), Counter[str]()
-    assert kv_connectors.hide_from_connector(scheduler, PREFIX, guard) == ""
-    assert prefix_cache.share_blocks(scheduler, lambda r: ("parent", shared) if r.startswith(PREFIX) else None, guard)
+    assert kv_connectors.hide_from_connector(scheduler, guard) == ""
+    assert prefix_cache.share_blocks(scheduler, lambda r: ("parent", shared) if is_probe(r) else None, guard)
     first, second, *_ = run(scheduler, shared, counted, alone)
     assert guard.fault == ""
     assert first.num_scheduled_tokens == {"parent": shared}
-    assert second.num_scheduled_tokens == {f"{PREFIX}1": 2} | ({} if alone else {"parent": 1})
-    assert [r.req_id for r in second.scheduled_new_reqs] == [f"{PREFIX}1"], "the workers are not told of the probe"
+    assert second.num_scheduled_tokens == {f"{PROBE_PREFIX}1": 2} | ({} if alone else {"parent": 1})
+    assert [r.req_id for r in second.scheduled_new_reqs] == [f"{PROBE_PREFIX}1"], "the workers do not hear of the probe"
     calls = recorder.calls(governed=False)
-    assert {r for call in calls for r in call["requests"] if r.startswith(PREFIX)} == set()
+    assert {r for call in calls for r in call["requests"] if is_probe(r)} == set()
     assert "parent" in {r for call in calls for r in call["requests"]}
     assert counted == {"requests": 1, "tokens": shared}
     assert list(scheduler.requests) == ["parent"]
@@ -141,7 +141,7 @@ def test_a_probe_is_none_of_the_connectors_business(scheduler: Any, shared: int,
 def test_without_that_it_is(scheduler: Any, shared: int) -> None:
     """Without hide_from_connector, vLLM tells the connector of the probe, so the test before is not vacuous."""
     run(scheduler, shared)
-    named = {call["call"] for call in recorder.calls(governed=False) if f"{PREFIX}1" in call["requests"]}
+    named = {call["call"] for call in recorder.calls(governed=False) if f"{PROBE_PREFIX}1" in call["requests"]}
     assert {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"} <= named
 
 
@@ -149,7 +149,7 @@ def test_a_block_that_a_probe_is_given_is_told_as_overwritten(tmp_path: Path, mo
     """OffloadingConnector stores freed blocks, and finishes storing a block when the block is allocated again."""
     monkeypatch.setenv(recorder.FOLDER, str(tmp_path))
     scheduler = scheduler_with("OffloadingConnector")
-    assert kv_connectors.hide_from_connector(scheduler, PREFIX, Guard()) == ""
+    assert kv_connectors.hide_from_connector(scheduler, Guard()) == ""
     side = scheduler.connector.connector_scheduler
     given, build = list[set[int]](), side._build_store_jobs
 

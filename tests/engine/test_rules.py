@@ -13,7 +13,8 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core.phases import FLAG_END, FLAG_GOES_ON, FLAG_PARAGRAPH, FLAG_SENTENCE
-from meridian_agent.core.probe_admission import MAX_HOLD_MS, PREFIX
+from meridian_agent.core.probe_admission import MAX_HOLD_MS
+from meridian_agent.core.request_info import is_probe
 from tests.data import maze
 from tests.engine import Run, chat, paced
 from tests.engine.policies import CONVERGED
@@ -157,7 +158,7 @@ def test_rules_end_thinking_while_prompts_come_in_pieces(  # noqa: PLR0917
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
-        has_probe = any(name.startswith(PREFIX) for name in output.num_scheduled_tokens)
+        has_probe = any(is_probe(name) for name in output.num_scheduled_tokens)
         (probed if has_probe else plain)[output.total_num_scheduled_tokens] += 1
         if output.total_num_scheduled_tokens < 32 and scheduler.waiting:
             free_blocks.append(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

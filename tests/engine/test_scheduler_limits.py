@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
 
-from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.core.request_info import is_probe
 from tests.engine import ENGINE_ARGS, FIRST_TOKENS, Run, cases, chat
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_equality import GREEDY
@@ -23,7 +23,7 @@ PLACES = ENGINE_ARGS["max_num_seqs"]
 
 def of_clients(scheduler: Any) -> set[str]:
     """Return the running requests, probes left out."""
-    return {r.request_id for r in scheduler.running if not r.request_id.startswith(PREFIX)}
+    return {r.request_id for r in scheduler.running if not is_probe(r.request_id)}
 
 
 def limited(**limits: int) -> dict[str, Any]:

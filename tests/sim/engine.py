@@ -26,7 +26,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.core.request_info import is_probe
 from meridian_agent.core.step_signals import REQUEST, RESULT, StepSignals, WorkerRequestDecoder
 from meridian_agent.engine.scheduler_mixin import governed
 from meridian_agent.vllm_adapter import scheduler_api
@@ -306,7 +306,7 @@ class Engine:
 
     @property
     def live(self) -> list[str]:
-        return [r for r in self.scheduler.requests if not r.startswith(PREFIX)]
+        return [r for r in self.scheduler.requests if not is_probe(r)]
 
     def busy(self) -> bool:
         return bool(self.scheduler.has_requests() or self._queue)
@@ -324,7 +324,7 @@ class Engine:
         result = self._sample(output, self.scheduler.get_grammar_bitmask(output))
         self._update(output, result)
         if self.shape.drafts:
-            ids = [r for r in output.num_scheduled_tokens if not r.startswith(PREFIX) and r in self.scheduler.requests]
+            ids = [r for r in output.num_scheduled_tokens if not is_probe(r) and r in self.scheduler.requests]
             count = self.shape.drafts
             made = [[-1] * count if self.shape.hidden else self.model.drafts(r, count) for r in ids]
             self.scheduler.update_draft_token_ids(DraftTokenIds(ids, made))
@@ -354,15 +354,15 @@ class Engine:
         output = self.scheduler.schedule()
         self.scheduled_tokens = output.total_num_scheduled_tokens
         self.free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        self.probes = {r for r in output.num_scheduled_tokens if r.startswith(PREFIX)}
-        self.schedule.append({r: n for r, n in output.num_scheduled_tokens.items() if not r.startswith(PREFIX)})
+        self.probes = {r for r in output.num_scheduled_tokens if is_probe(r)}
+        self.schedule.append({r: n for r, n in output.num_scheduled_tokens.items() if not is_probe(r)})
         return output
 
     def _update(self, output: Any, result: ModelRunnerOutput) -> None:
         self._sampling()
         for group in self.scheduler.update_from_output(output, result).values():
             for out in group.outputs:
-                assert not out.request_id.startswith(PREFIX), "a probe's output reaches the clients"
+                assert not is_probe(out.request_id), "a probe's output reaches the clients"
                 sent = self.sent[out.request_id]
                 sent.extend(out.new_token_ids)
                 wanted = self.model.tokens[out.request_id][: len(sent)]
@@ -382,7 +382,7 @@ class Engine:
         ids, sampled = list(output.num_scheduled_tokens), []
         for request_id in ids:
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
-            if request_id.startswith(PREFIX):
+            if is_probe(request_id):
                 sampled.append(self._probe(request_id, output, computed))
                 continue
             reached = computed[request_id] + output.num_scheduled_tokens[request_id] - len(drafts)

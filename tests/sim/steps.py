@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from meridian_agent.core.directives import ORDER
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import FLAG_GOES_ON, Phase
-from meridian_agent.core.probe_admission import PREFIX, free_blocks
+from meridian_agent.core.probe_admission import free_blocks
+from meridian_agent.core.request_info import is_probe
 from meridian_agent.core.sentences import CERTAIN
 from tests.sim.engine import BLOCK, sentences
 from tests.sim.policies import NEAR
@@ -112,7 +113,7 @@ class Steps:
 
     def _running(self) -> list[str]:
         """Return the running requests in vLLM's order, without probes."""
-        return [r.request_id for r in self._scheduler.running if not r.request_id.startswith(PREFIX)]
+        return [r.request_id for r in self._scheduler.running if not is_probe(r.request_id)]
 
     def _check_disorder(self, before: list[str]) -> None:
         """Check that the list is in vLLM's order if no plan orders it, and in order of arrival right after such a plan
@@ -233,7 +234,7 @@ class Steps:
             f"a step of {total} tokens, {prepared.tokens} allowed"
         )
         if prepared.admitted is not None:
-            came = {r for r in scheduled if not r.startswith(PREFIX)} - prepared.running
+            came = {r for r in scheduled if not is_probe(r)} - prepared.running
             answers = prepared.admitted - prepared.running
             held = came <= answers if prepared.are_first else len(came) <= len(answers)
             assert held, f"{sorted(came)} come in while admission is held"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING, Any
 
-from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.core.request_info import is_probe
 from tests.data import maze
 from tests.engine import STRIPPED, stops_next
 from tests.engine.matrix import connectors, feature
@@ -67,7 +67,7 @@ def _check_unnamed(engine: Engine, told: list[dict[str, Any]]) -> None:
     The exception is the call with which Model Runner V2 hands over the whole batch that it is about to compute.
     """
     assert {"SCHEDULER", "WORKER"} <= {call["role"] for call in told}
-    naming = {(c["role"], c["call"]) for c in told if any(r.startswith(PREFIX) for r in c["requests"])}
+    naming = {(c["role"], c["call"]) for c in told if any(is_probe(r) for r in c["requests"])}
     assert naming <= ({("WORKER", "start_load_kv")} if engine.build.v2 else set()), naming
 
 

@@ -8,7 +8,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.phases import FLAG_FORCED, Phase
-from meridian_agent.core.probe_admission import PREFIX
+from meridian_agent.core.request_info import is_probe
 from tests.data import maze
 from tests.engine import STRIPPED, stops_next
 from tests.engine.matrix import feature
@@ -221,7 +221,7 @@ def _probes_beside_pieces(engine: Engine) -> Iterator[list[int]]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         pieces = [r for r in scheduler.running if r.is_prefill_chunk and r.request_id in output.num_scheduled_tokens]
-        if pieces and any(name.startswith(PREFIX) for name in output.num_scheduled_tokens):
+        if pieces and any(is_probe(name) for name in output.num_scheduled_tokens):
             totals.append(output.total_num_scheduled_tokens)
         return output
 

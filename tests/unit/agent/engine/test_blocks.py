@@ -28,7 +28,7 @@ def test_a_probe_gives_back_its_blocks_of_each_group() -> None:
     """Probes also run on models with several KV cache groups, such as sliding windows beside full attention."""
     evicted: list[set[int]] = []
     scheduler = scheduler_of(((16, [1, 2, 3]), (32, [0, 5]), (8, [0, 0, 6, 7, 8])), evicted)
-    probe = SimpleNamespace(request_id="meridian-probe-1")
+    probe = SimpleNamespace(request_id="meridian-probe:1")
     assert KvBlocks(SimpleNamespace(), None, None).evict(scheduler, probe, 33) == 3  # type: ignore[arg-type]
     assert evicted == [{3, 5, 8}]
 

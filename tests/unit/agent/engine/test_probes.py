@@ -14,11 +14,12 @@ from meridian_agent.core.directives import Directives
 from meridian_agent.core.live_request import Ending, LiveRequest
 from meridian_agent.core.phases import FLAG_SENTENCE, Phase, PhaseState
 from meridian_agent.core.probe_admission import STEP_SHARE, Placed, Room, refusal
-from meridian_agent.core.request_info import RequestInfo
+from meridian_agent.core.request_info import PROBE_PREFIX, RequestInfo
 from meridian_agent.core.sentences import NO_SENTENCES
 from meridian_agent.core.step_record import MeasuredProbe, Outcome, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
+from meridian_agent.engine import stock_restore
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.engine.later_turns import LaterTurns
 from meridian_agent.engine.probe_runner import ProbeRunner
@@ -233,9 +234,28 @@ def test_no_client_is_told_of_a_probe_that_is_withdrawn(probing: ProbeRunner) ->
     scheduler: Any = SimpleNamespace(
         finished_req_ids_dict=ended, finish_requests=lambda request_id, _: ended[0].add(request_id)
     )
-    probing.placed["meridian-probe-1"] = Placed(1, tracked(), 7, 40)
+    probing.placed["meridian-probe:1"] = Placed(1, tracked(), 7, 40)
     probing.scheduled(scheduler, {"a": 1})
     assert (probing.placed, ended) == ({}, {0: {"a"}})
+
+
+@pytest.mark.usefixtures("probing")
+def test_a_fault_takes_out_probes_only() -> None:
+    """A client chooses its request's id, to which vLLM appends something, and may choose one that looks like a
+    probe's."""
+    chosen = [f"{PROBE_PREFIX}1", f"{PROBE_PREFIX}x", "meridian-probe"]
+    clients = [f"{each}{more}" for each in chosen for more in ("_0-1a2b3c4d", "-12345678", "_0")]
+    ended: list[str] = []
+    scheduler: Any = SimpleNamespace(
+        requests=dict.fromkeys([*clients, f"{PROBE_PREFIX}12"]),
+        finish_requests=lambda request_id, _: ended.append(request_id),
+    )
+    outputs = [SimpleNamespace(request_id=each) for each in scheduler.requests]
+    group: Any = SimpleNamespace(outputs=outputs, finished_requests=set(scheduler.requests))
+    stock_restore.take_out_probes(scheduler)
+    stock_restore.hide_probes([group])
+    assert ended == [f"{PROBE_PREFIX}12"]
+    assert ([each.request_id for each in group.outputs], group.finished_requests) == (clients, set(clients))
 
 
 def test_the_end_of_probing_leaves_no_probe_and_holds_nobody(probing: ProbeRunner) -> None:
@@ -246,13 +266,13 @@ def test_the_end_of_probing_leaves_no_probe_and_holds_nobody(probing: ProbeRunne
     )
     tracker = probing._tracker
     waiting, computed = (opened(tracker, name, ref=request()) for name in ("a", "b"))
-    probing.placed["meridian-probe-1"] = Placed(1, waiting, 7, 40)
-    probing.placed["meridian-probe-2"] = Placed(2, computed, 7, 40, cost_tokens=2)
+    probing.placed["meridian-probe:1"] = Placed(1, waiting, 7, 40)
+    probing.placed["meridian-probe:2"] = Placed(2, computed, 7, 40, cost_tokens=2)
     probing.held[waiting] = probing.held[computed] = 5
     probing.keep_places(scheduler)
     probing.end(scheduler)
     assert (probing.placed, probing.held) == ({}, {})
-    assert sorted(taken_out) == ["meridian-probe-1", "meridian-probe-2"]
+    assert sorted(taken_out) == ["meridian-probe:1", "meridian-probe:2"]
     outcomes = [(outcome[0], outcome[1]) for outcome in tracker.record.outcomes]
     assert outcomes == [(1, Outcome.AGENT_OFF), (2, Outcome.AGENT_OFF)]
     probing.end(scheduler)
@@ -265,12 +285,12 @@ def test_a_probe_without_a_result_is_refused(tokens: list[int], measured: float,
     and its request does not wait for a decision from it."""
     tracker = probing._tracker
     live = opened(tracker, "a", ref=request())
-    probing.placed["meridian-probe-1"] = Placed(1, live, 7, 40)
+    probing.placed["meridian-probe:1"] = Placed(1, live, 7, 40)
     probing.held[live] = 0
     group: Any = SimpleNamespace(
-        outputs=[SimpleNamespace(request_id="meridian-probe-1", new_token_ids=tokens)], finished_requests=None
+        outputs=[SimpleNamespace(request_id="meridian-probe:1", new_token_ids=tokens)], finished_requests=None
     )
-    probing.collect(group, StepSignals(None, *np.full((4, 1), measured)), {"meridian-probe-1": 0})
+    probing.collect(group, StepSignals(None, *np.full((4, 1), measured)), {"meridian-probe:1": 0})
     assert (probing.placed, group.outputs) == ({}, [])
     assert (tracker.record.probes, live.same_answer, probing.held) == ([], 0, {})
     assert [(outcome[0], outcome[1]) for outcome in tracker.record.outcomes] == [(1, Outcome.REFUSED)]

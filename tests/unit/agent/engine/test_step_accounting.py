@@ -13,7 +13,8 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.directives import Directives
 from meridian_agent.core.live_request import Ending
 from meridian_agent.core.phases import Markers
-from meridian_agent.core.probe_admission import PREFIX, Placed
+from meridian_agent.core.probe_admission import Placed
+from meridian_agent.core.request_info import PROBE_PREFIX, is_probe
 from meridian_agent.core.step_record import Gauges, StepRecord, TextStep
 from meridian_agent.core.step_signals import RESULT, StepSignals
 from meridian_agent.core.tracker import Tracker
@@ -71,8 +72,8 @@ class Engine:
         """Place a probe of a request and return its id."""
         live = self.tracker.by_id[parent]
         probe = Placed(number, live, live.state.think_tokens, 0, cost_tokens=3)
-        self.probing.placed[f"{PREFIX}{number}"] = probe
-        return f"{PREFIX}{number}"
+        self.probing.placed[f"{PROBE_PREFIX}{number}"] = probe
+        return f"{PROBE_PREFIX}{number}"
 
     def step(
         self, tokens: dict[str, list[int]], entropies: list[float], finished: set[str], dropped: str = ""
@@ -144,7 +145,7 @@ def test_a_step_with_probes_as_a_whole_or_one_by_one(seed: int, drafts: int) -> 
         told = [engine.step(tokens, entropies, finished) for engine in engines]
         assert told[0] == told[1]
         assert states(engines[0]) == states(engines[1])
-        assert not any(name.startswith(PREFIX) for name in told[0][1])
+        assert not any(is_probe(name) for name in told[0][1])
         with_probes += engines[0].whole > before and bool(placed)
     assert with_probes > 20
     assert engines[0].texts > 20
