@@ -57,6 +57,8 @@ logger = logging.getLogger("vllm.meridian")
 # Number of newest thinking tokens that are read to find where in a sentence a request is. Any word in them makes the
 # tokens before it irrelevant.
 SENTENCE_TOKENS = 512
+# Seconds between two snapshots while live requests are read again, because each snapshot has all live requests.
+RESYNC_S = 1.0
 
 
 class Agent:
@@ -118,6 +120,8 @@ class Agent:
         # update_from_output.
         self.hook_seconds = self.worker_seconds = self.scheduler_seconds = 0.0
         self._adoption = CatchUp()  # Requests from before this agent, or with prompts that take several steps to read.
+        # Whether requests have been read again since the newest snapshot; and the time of that snapshot.
+        self._reread, self._resynced_s = False, -math.inf
         self.measuring = Measuring(facts.expected_backend, facts.on_fault, link.restart)
 
     def put_in_force(self, settings: agent_pb2.Settings, markers: Markers) -> None:
@@ -259,7 +263,7 @@ class Agent:
             live = self.tracker.by_id.get(request.request_id)
             if live is not None and live.phase is Phase.UNKNOWN and self.tracker.markers.known:
                 self.tracker.reread(live, state, self._sentence(request, state))
-                self.link.outbox.resync()
+                self._reread = True
             elif live is not None:
                 if self.tracker.measures_all and not live.measured:
                     self.tracker.begin_to_measure(live, self._sentence(request, state))
@@ -273,6 +277,10 @@ class Agent:
                 self.tracker.enter(info, state, scheduler.current_step, request, waits, sentence=sentence)
                 self.tracker.reorder = True
         self._adoption.put_back(without_slot)
+        now_s = self.accounts.began_s
+        if self._reread and (now_s - self._resynced_s >= RESYNC_S or not self._adoption):
+            self._reread, self._resynced_s = False, now_s
+            self.link.outbox.resync()
 
     def _sentence(self, request: Request, state: PhaseState) -> int:
         """Return the sentence table's state after the thinking of a request that the agent has not seen from its first

@@ -10,7 +10,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import CAPS, ORDER
-from meridian_agent.core.phases import begin
+from meridian_agent.core.phases import NO_MARKERS, Phase, begin
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.sentences import NO_SENTENCES
 from meridian_agent.core.step_record import Outcome
@@ -201,3 +201,22 @@ def test_a_requests_first_step_ends_its_queueing_time(agent: Agent) -> None:
     assert agent.tracker.record.joined == [(0, 2500.0), (1, 1250.0)]
     assert [row[-2] for row in agent.tracker.snapshot()] == [False, False, False]
     assert [row[-2] for row in agent.tracker.record.opened] == [True, True, False], "as it was when they were opened"
+
+
+def test_a_busy_engine_whose_markers_become_known_sends_few_snapshots(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each snapshot has all live requests, so that not each step that reads some of them again may send one."""
+    snapshots: list[float] = []
+    monkeypatch.setattr(agent.link.outbox, "resync", lambda: snapshots.append(agent.accounts.began_s))
+    agent.put_in_force(agent_pb2.Settings(), NO_MARKERS)
+    for name in map(str, range(190)):
+        ref = SimpleNamespace(request_id=name, prompt_token_ids=[START], output_token_ids=[], is_finished=lambda: False)
+        opened(agent.tracker, name, ref=ref)
+    agent.put_in_force(agent_pb2.Settings(), MARKERS)
+    snapshots.clear()
+    while agent._adoption:
+        agent.accounts.began_s += 0.3
+        agent._adopt_some(scheduler_of())
+    assert {live.phase for live in agent.tracker.by_id.values()} == {Phase.THINK}
+    assert snapshots == pytest.approx([0.3, 1.5, 2.7, 3.6])
