@@ -7,6 +7,7 @@ them out in vLLM. Pure but for the tracker that it changes. Runs on the engine-c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
@@ -14,7 +15,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.hand_overs import HandOvers
 from meridian_agent.core.live_request import NEVER_STOPPED, Cap, Ending, LiveRequest
 from meridian_agent.core.phases import Phase
-from meridian_agent.core.preempts import Preempts
+from meridian_agent.core.preempts import MAX_VICTIMS, Preempts
 from meridian_agent.core.probe_admission import NOT_THINKING, PendingProbes
 from meridian_agent.core.sentences import DIVIDES
 from meridian_agent.core.step_record import NOT_KNOWN, TIERS, Outcome
@@ -124,8 +125,9 @@ class Directives:
             self.probes.add(probe, live)
 
     def _known(self, slots: Iterable[int], step: int) -> list[LiveRequest]:
-        """Return the requests in these slots, as they were in the report of this step."""
-        known = map(self._tracker.by_slot.get, slots)
+        """Return the requests in these slots, as they were in the report of this step; of very many slots the first
+        ones count."""
+        known = map(self._tracker.by_slot.get, dict.fromkeys(islice(slots, MAX_VICTIMS)))
         return [live for live in known if live is not None and live.opened_step <= step]
 
     def _target(self, slot: int, decision_id: int, step: int) -> LiveRequest | None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_record import Report
 
+# Largest number of requests in a decision that may be preempted; this project's control plane names 64.
+MAX_VICTIMS = 128
 JOINED = "the request joined a step without a preemption"
 
 

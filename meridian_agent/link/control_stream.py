@@ -49,6 +49,8 @@ MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusC
 GOODBYE_S = 2.0
 # A stream shorter than this many seconds counts as a failure, so the wait before the next stream keeps doubling.
 SETTLED_S = 1.0
+# Smallest number of seconds after which an agent with nothing to report sends a heartbeat, whatever Welcome says.
+MIN_HEARTBEAT_S = 0.1
 # Seconds to wait for a server's first answer, at first and at most; each failed attempt doubles them, because the
 # server may only be slow.
 PATIENCE_S = (10.0, 60.0)
@@ -321,8 +323,9 @@ class ControlStream:
             self.inbox.begin()
             self.outbox.sparse_columns = response.welcome.reads_sparse_columns
             self.outbox.snapshot_parts = response.welcome.reads_snapshot_parts
-            self.outbox.heartbeat_s = response.welcome.heartbeat_ms / 1000
-            self.lease.answers_soon = response.welcome.heartbeat_ms > 0
+            heartbeat_ms = response.welcome.heartbeat_ms
+            self.outbox.heartbeat_s = max(MIN_HEARTBEAT_S, heartbeat_ms / 1000) if heartbeat_ms else 0.0
+            self.lease.answers_soon = heartbeat_ms > 0
             self.outbox.unreported.session_id = response.welcome.session_id
             self.outbox.snapshot_due = True
             if other := response.welcome.other_incarnation:
@@ -335,7 +338,7 @@ class ControlStream:
             self.mailbox.while_idle(self.outbox.begin_idle)
             self.lease.say_state()
         elif kind == "going_away":
-            logger.info("meridian: the control plane is going away: %s", response.going_away.reason)
+            logger.info("meridian: the control plane is going away: %s", clean(response.going_away.reason, MAX_FAULT))
             self.restart("the control plane is going away")
 
     def _give_up(self, why: str) -> None:
@@ -385,7 +388,7 @@ class ControlStream:
         if not lease.frozen_here:
             lease.freeze_for(freeze.remaining_ms / 1000)
         if freeze.remaining_ms:
-            logger.warning("meridian: frozen for %d s: %s", freeze.remaining_ms / 1000, freeze.reason)
+            logger.warning("meridian: frozen for %d s: %s", freeze.remaining_ms / 1000, clean(freeze.reason, MAX_FAULT))
         elif was and not lease.frozen():
             logger.warning("meridian: thawed")
         status = lease.freeze_status(freeze.nonce)

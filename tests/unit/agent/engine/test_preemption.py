@@ -290,6 +290,17 @@ def test_a_prompt_that_is_too_long() -> None:
     assert engine.obey() == ["w", "b"]
 
 
+def test_a_request_that_is_named_twice_is_preempted_once() -> None:
+    engine = crowded(places=0)
+    engine.decide(victims="aab" + "b" * 5_000)
+    ((live, claim),) = engine.directives.preempts.claims.items()
+    assert [victim.info.request_id for victim in claim.victims] == ["a", "b"]
+    assert engine.obey() == ["w"]
+    engine.scheduler.max_num_running_reqs = 2
+    assert engine.obey() == ["w", "b"]
+    assert live.ref is engine.scheduler.waiting[0]
+
+
 def test_shadow_preempts_nothing() -> None:
     engine = crowded()
     engine.add("x", 0, Phase.PROMPT)

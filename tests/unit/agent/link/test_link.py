@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.step_record import StepRecord
-from meridian_agent.link.control_stream import REFUSED, REFUSED_S, ControlStream
+from meridian_agent.link.control_stream import MIN_HEARTBEAT_S, REFUSED, REFUSED_S, ControlStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -99,6 +101,38 @@ def test_a_long_refusal_is_cut() -> None:
     assert error == link.refused[7]
     assert error.startswith("KeyError: 'no such token in this")
     assert REFUSED * len(error) < 32 << 10
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"lease_ms": 99}, "lease_ms must be at least 100; got 99"),
+        ({"measured_share": 2.0}, "measured_share must be in [0, 1]; got 2"),
+        ({"measured_share": math.nan}, "measured_share must be in [0, 1]; got nan"),
+        ({"client_slo_classes": ["*"] * 16_385}, "client_slo_classes must have fewer than 32768 characters; got 32770"),
+        ({"closing_text": "x" * 2001}, "closing_text must have at most 2000 characters; got 2001"),
+        ({"measured_share": 1.0, "client_slo_classes": ["x" * 256] * 64}, ""),
+    ],
+)
+def test_settings_that_no_control_plane_sends_are_refused(own: dict[str, Any], said: str) -> None:
+    link = link_of(idle=False)
+    settings = agent_pb2.Settings(**{"revision": 7, "nonce": 1, "lease_ms": 30_000, **own})
+    link._receive(agent_pb2.ConnectResponse(settings=settings))
+    refused = link.outbox.ring.get_nowait() if link.outbox.ring.qsize() else None
+    assert (refused.settings_status.error if refused else "") == said  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("heartbeat_ms", "heartbeat_s"), [(0, 0.0), (1, MIN_HEARTBEAT_S), (3000, 3.0)])
+def test_what_a_control_plane_says_neither_busies_the_link_nor_fills_the_log(
+    heartbeat_ms: int, heartbeat_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = link_of(idle=False)
+    link._receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(heartbeat_ms=heartbeat_ms)))
+    assert link.outbox.heartbeat_s == heartbeat_s
+    caplog.set_level(logging.INFO, "vllm.meridian")
+    link._receive(agent_pb2.ConnectResponse(freeze=agent_pb2.Freeze(remaining_ms=1000, reason="x" * 100_000)))
+    link._receive(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason="x" * 100_000)))
+    assert [len(line.message) > 5000 for line in caplog.records if "xxx" in line.message] == [False] * 2
 
 
 def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:
