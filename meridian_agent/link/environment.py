@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 logger = logging.getLogger("vllm.meridian")
 
 TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
-# Largest number of characters of a value that the log shows.
-MAX_SHOWN = 200
+# Largest number of characters of a value that the log shows; and what it leaves out, where a URL has a password.
+MAX_SHOWN, USER = 200, re.compile(r"^([a-z][a-z\d+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 
 
 def read(name: str) -> str:
@@ -24,7 +25,7 @@ def read(name: str) -> str:
 
 def complain(name: str, said: str, why: str) -> None:
     """Log that a value cannot be used, and what happens instead."""
-    logger.error("meridian: %s=%s: %s", name, ascii(said[:MAX_SHOWN]), why)
+    logger.error("meridian: %s=%s: %s", name, ascii(USER.sub(r"\1***@", said)[:MAX_SHOWN]), why)
 
 
 def is_true(name: str, otherwise: bool, meaning: str) -> bool:

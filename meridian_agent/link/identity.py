@@ -104,6 +104,6 @@ def _url() -> str:
     said = clean(read("MERIDIAN_URL")).rstrip("/")
     scheme, _, rest = said.partition("://")
     if said and not (scheme in ("http", "https") and rest and said.isprintable() and " " not in said):
-        complain("MERIDIAN_URL", said, "no URL such as http://host:port; the engine takes no handovers")
+        complain("MERIDIAN_URL", read("MERIDIAN_URL"), "no URL such as http://host:port; the engine takes no handovers")
         return ""
     return said

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+# What a text leaves out of a value, where a URL has a password.
+USER = re.compile(r"^([a-z][a-z\d+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
+
+
 class BadVariable(ValueError):
     """A variable whose value cannot be used; the text has the variable's name and the value."""
 
     def __init__(self, name: str, said: str, wanted: str) -> None:
-        super().__init__(f"{name} must be {wanted}; got {said!r}")
+        shown = USER.sub(r"\1***@", said)
+        super().__init__(f"{name} must be {wanted}; got {shown!r}")
 
 
 def read(name: str) -> str:

@@ -112,6 +112,7 @@ def test_empty_variables_are_unset(tmp_path: Path) -> None:
         ("MERIDIAN_SERVER", "control:0", "MERIDIAN_SERVER must be an address host:port; got 'control:0'"),
         ("MERIDIAN_SERVER", "http://c:1", "MERIDIAN_SERVER must be an address host:port; write c:1; got 'http://c:1'"),
         ("MERIDIAN_PROXY", "proxy:3128", "MERIDIAN_PROXY must be a URL http://host:port; got 'proxy:3128'"),
+        ("MERIDIAN_PROXY", "https://u:p@w@proxy:3128", "a URL http://host:port; got 'https://***@proxy:3128'"),
         ("MERIDIAN_CONTEXT", "gone", 'has no context "gone"; known contexts: none'),
         ("MERIDIAN_CONTEXTS", "/", "/: cannot be read: Is a directory"),
         (

@@ -81,6 +81,26 @@ def test_a_value_that_cannot_be_used_is_one_line(
 
 
 @pytest.mark.parametrize(
+    ("name", "bad", "shown"),
+    [
+        ("MERIDIAN_PROXY", "https://user:s3cret@proxy:3128", "https://***@proxy:3128"),
+        ("MERIDIAN_PROXY", "http://user:s3@cret@proxy", "http://***@proxy"),
+        ("MERIDIAN_PROXY", "user:s3cret@proxy:3128", "***@proxy:3128"),
+        ("MERIDIAN_PROXY", f"user:s3cret{' ' * 1000}@proxy:3128", "***@proxy:3128"),
+        ("MERIDIAN_CONTROL", "dns+x://user:s3cret@a:1", "dns+x://***@a:1"),
+        ("MERIDIAN_URL", f"user:s3cret{'x' * 1000}@a:1", "***@a:1"),
+    ],
+)
+def test_no_password_is_logged(
+    name: str, bad: str, shown: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(name, bad)
+    VARIABLES[name][0]()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"meridian: {name}='{shown}': ")
+
+
+@pytest.mark.parametrize(
     ("said", "expected"),
     [*((word, True) for word in ("1", "true", "YES", "On")), *((word, False) for word in ("0", "false", "No", "OFF"))],
 )
