@@ -13,7 +13,7 @@ from pathlib import Path
 
 logger = logging.getLogger("vllm.meridian")
 
-TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 # Largest number of characters of a value that the log shows; and what it leaves out, where a URL has a password.
 MAX_SHOWN, USER = 200, re.compile(r"^([a-z][a-z\d+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 

@@ -37,7 +37,7 @@ VARIABLES: dict[str, tuple[Callable[[], Any], str, str, Any]] = {
         {"pool": "a"},
     ),
     "MERIDIAN_URL": (lambda: identity_of_engine("0", "e")["url"], "10.0.0.7:8000", "10.0.0.7:8000", ""),
-    "MERIDIAN_FREEZE": (frozen, "maybe", "maybe", True),
+    "MERIDIAN_FREEZE": (frozen, "n", "n", True),
     "MERIDIAN_PROXY": (lambda: AgentCredentials.from_environment().proxy, "proxy:3128", "proxy:3128", ""),
     "MERIDIAN_TLS_CA": (lambda: AgentCredentials.from_environment().ca, "", "", ""),
     "MERIDIAN_TLS_CERT": (lambda: AgentCredentials.from_environment().cert, "", "", ""),
