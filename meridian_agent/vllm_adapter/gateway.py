@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# Name of `user` in the sampling parameters on their way through vLLM's front end.
+# Name of `user` in the sampling parameters on their way through vLLM's front end; its value is bytes, which no client can
+# write, because JSON has none.
 GIVEN_USER = "meridian_user"
 WITHOUT = "requests have no tenant and no SLO class"
 # The sender of the HTTP request that a task serves, without keys and tokens: tasks that live on, such as the one that
@@ -67,9 +68,9 @@ def _wrap_request(request_class: Any) -> None:
     @functools.wraps(convert)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         params = convert(self, *args, **kwargs)
-        user = getattr(self, "user", None)
+        user = given if isinstance(given := getattr(self, "user", None), str) else ""
         # vLLM may use the client's own vllm_xargs as extra_args, and the client's request must stay as it is.
-        params.extra_args = {**(params.extra_args or {}), GIVEN_USER: user if isinstance(user, str) else ""}
+        params.extra_args = {**(params.extra_args or {}), GIVEN_USER: user.encode(errors="backslashreplace")}
         return params
 
     request_class.to_sampling_params = to_sampling_params
@@ -95,7 +96,9 @@ def named(sources: RequestSources, sender: Sender, extra: dict[str, Any]) -> dic
     own = {TENANT, SLO_CLASS, ASKED_SLO_CLASS, GIVEN_USER}
     kept = {name: value for name, value in extra.items() if name not in own}
     by_user = sources.tenant is not None and sources.tenant.kind == USER
-    tenant = distinct(extra.get(GIVEN_USER, "")) if by_user else sender.tenant
+    given = extra.get(GIVEN_USER)
+    user = given.decode() if isinstance(given, bytes) else ""
+    tenant = distinct(user) if by_user else sender.tenant
     facts = {TENANT: tenant.encode(), SLO_CLASS: sender.slo_class.encode()}
     said = {**facts, ASKED_SLO_CLASS: extra.get(SLO_CLASS)}
     return kept | {name: value for name, value in said.items() if value}
