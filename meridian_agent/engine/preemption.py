@@ -14,7 +14,7 @@ from meridian_agent.core.phases import Phase
 from meridian_agent.core.preempts import JOINED
 from meridian_agent.core.request_info import shown_id
 from meridian_agent.core.step_record import Outcome
-from meridian_agent.vllm_adapter import preemption_api, request_api
+from meridian_agent.vllm_adapter import preemption_api, request_api, scheduler_api
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
@@ -93,13 +93,13 @@ class Preemption:
     def obey(self, scheduler: PreemptingScheduler) -> tuple[int, int]:
         """Put the requests that may preempt others first in the waiting queue, and preempt as many requests as they
         need. Return how many of the free running places and KV blocks they are to take in the coming step."""
-        claims, waiting = self._preempts.claims, set(scheduler.waiting)
-        for live in [live for live in claims if live.ref not in waiting and not request_api.is_queued(live.ref)]:
+        for live in [live for live in self._preempts.claims if not request_api.is_queued(live.ref)]:
             self._preempts.settle(live, Outcome.ENDED_NATURALLY, JOINED)
         places = preemption_api.free_places(scheduler) - self._reserved(scheduler)
         if self._queues.preempted_answers() or (places < 1 and not self.recomputed.may_grow()):
             # An answer that vLLM has preempted comes first, or no request can join the coming step.
             return 0, 0
+        waiting = set(scheduler.waiting)
         ready = self._ready(scheduler, waiting)
         overdue = [live.ref for live in self._overdue() if live.ref in waiting]
         if overdue and any(ready):
@@ -134,10 +134,15 @@ class Preemption:
     def _ready(
         self, scheduler: PreemptingScheduler, waiting: Container[Request]
     ) -> Iterator[tuple[LiveRequest, Claim, int]]:
-        """Yield the requests that could join the coming step, each with its claim and the KV blocks that it needs;
-        refuse those whose prompts are too long."""
+        """Yield the requests that vLLM takes in as soon as places and KV blocks are free, each with its claim and the
+        KV blocks that it needs; refuse those whose prompts are too long."""
+        if scheduler_api.is_paused(scheduler):
+            return
+        fits = scheduler_api.adapters_fit(scheduler)
         for live, claim in list(self._preempts.claims.items()):
-            if live.ref not in waiting or not preemption_api.may_join(scheduler, live.ref):
+            if live.ref not in waiting or not request_api.is_ready(live.ref):
+                continue
+            if live.ref.lora_request is not None and not fits:
                 continue
             needed, uncached = preemption_api.needs(scheduler, live.ref)
             if 0 < claim.max_prompt_tokens < uncached:

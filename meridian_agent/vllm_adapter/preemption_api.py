@@ -50,13 +50,6 @@ def keeps_tokens(scheduler: Scheduler, request: Request) -> bool:
     return request.sampling_params.seed is None or scheduler_api.can_redraw(scheduler)
 
 
-def may_join(scheduler: PreemptingScheduler, request: Request) -> bool:
-    """Whether vLLM takes a waiting request in as soon as places and KV blocks are free."""
-    if not request_api.is_ready(request) or scheduler_api.is_paused(scheduler):
-        return False
-    return request.lora_request is None or scheduler_api.adapters_fit(scheduler)
-
-
 def free_places(scheduler: PreemptingScheduler) -> int:
     """Return how many more requests may run."""
     limit = int(getattr(scheduler, scheduler_api.admission_limit_name(scheduler)))

@@ -215,7 +215,7 @@ def test_a_free_place_is_enough() -> None:
     engine.decide()
     assert engine.obey() == ["w", "x"]
     assert engine.told == []
-    engine.scheduler.waiting.popleft().status = SimpleNamespace(name="RUNNING")
+    engine.tracker.by_id["w"].ref.status = SimpleNamespace(name="RUNNING")
     engine.obey()
     assert [(outcome, detail) for _, outcome, _, detail in engine.told] == [(Outcome.ENDED_NATURALLY, JOINED)]
 
@@ -239,6 +239,25 @@ def test_a_request_that_waits_for_something_else(status: str, grammar: object, r
     engine.decide()
     engine.obey()
     assert [outcome for _, outcome, *_ in engine.told] == [Outcome.APPLIED] * (ready and pause == "UNPAUSED")
+
+
+def test_nobody_is_preempted_for_an_adapter_that_does_not_fit() -> None:
+    """To find out whether all adapters fit takes a look at all requests, so that it happens once a step."""
+    engine, looks = crowded(), list[int]()
+
+    def requests() -> list[Any]:
+        looks.append(1)
+        return [*engine.scheduler.running, *engine.scheduler.waiting]
+
+    setattr(engine.scheduler, "lora_config", SimpleNamespace(max_loras=1))  # noqa: B010
+    setattr(engine.scheduler, "requests", SimpleNamespace(values=requests))  # noqa: B010
+    for number, name in enumerate("xyz"):
+        engine.add(name, 0, Phase.PROMPT, lora_request=SimpleNamespace(lora_int_id=number))
+        engine.decide(name)
+    assert engine.obey() == ["w", "x", "y", "z"]
+    engine.decide("w")
+    assert engine.obey() == ["w", "b", "x", "y", "z"]
+    assert len(looks) == 2
 
 
 def test_as_many_as_the_blocks_need() -> None:
