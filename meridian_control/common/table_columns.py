@@ -83,8 +83,8 @@ class Columns:
     probe_open: NDArray[np.bool_] = column(bool, False)
     # Thinking tokens at which a probe near the cap may be asked for.
     next_cap_probe_tokens: NDArray[np.int64] = column(np.int64, 1)
-    # Whether the newest probe found that the answer would be empty; whether the request was probed near its cap,
-    # which happens once; whether the cap was extended because the answer would be empty.
+    # Whether the newest probe found that the answer would be empty; whether the request was probed near this cap, which
+    # happens once for each cap; whether the cap was extended because the answer would be empty.
     empty_answer: NDArray[np.bool_] = column(bool, False)
     cap_probed: NDArray[np.bool_] = column(bool, False)
     extended: NDArray[np.bool_] = column(bool, False)

@@ -240,7 +240,7 @@ class RequestTable(Columns):
         # Requests that begin together have equal rows, which then are one object.
         return self._packed
 
-    def mask(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
+    def mask(self, slots: NDArray[Any] | list[int]) -> NDArray[np.bool_]:
         """Return whether each slot is among these, [slots of the table]."""
         mask = np.zeros(len(self.info), bool)
         mask[slots] = True

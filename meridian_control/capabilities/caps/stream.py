@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meridian_control.common.masks import any_in
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.common.table_columns import NO_CAP, UNTOLD
 from meridian_control.engine.part import Part
@@ -12,10 +11,12 @@ from meridian_control.engine.request_table import THINK
 from meridian_control.policy import effects
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meridian.v1 import agent_pb2
 
     from meridian_control.common.slices import Sliced
-    from meridian_control.engine.part import Stream, Turn
+    from meridian_control.engine.part import ProbeResult, Stream, Turn
     from meridian_control.policy.model import Policy
 
 
@@ -28,6 +29,8 @@ class Caps(Part):
         # Whether the agent may limit requests that were told no cap: after a snapshot those that it lists, and in the
         # first report under new settings those that opened under the earlier ones.
         self._may_limit = False
+        # Slots whose cap an empty answer has extended since the last turn.
+        self._extended: list[int] = []
 
     @classmethod
     def of(cls, stream: Stream) -> Caps | None:
@@ -41,17 +44,26 @@ class Caps(Part):
 
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
         self._may_limit = True
+        self._extended = []
+
+    def probed(self, results: Sequence[ProbeResult]) -> None:
+        table = self._table
+        for result in results:
+            # The cap that the probe was near may have changed since.
+            is_near = 0 <= table.max_think_tokens[result.slot] <= result.think_tokens + effects.EXTENSION_LEAD_TOKENS
+            if result.reason == "empty_answer" and is_near:
+                table.put(result.slot, cap_probed=True)
+                if result.is_empty and table.phase[result.slot] == THINK:
+                    table.put(result.slot, extended=True)
+                    self._extended.append(result.slot)
 
     def ends(self, turn: Turn) -> Sliced[None] | None:
-        table, extend = self._table, self._table.cap_probed
+        table = self._table
         may_limit, self._may_limit = self._may_limit, self._may_limit and not turn.reported
-        if any_in(extend):
-            extend = table.empty_answer & table.cap_probed & ~table.extended & (table.phase == THINK)
-            table.put(extend, extended=True)
-        elif not (table.has_new or self._revises):
+        if not (table.has_new or self._revises or self._extended):
             return None
-        due = extend | (table.max_think_tokens == UNTOLD) | self._revises
-        self._revises = False
+        due = table.mask(self._extended) | (table.max_think_tokens == UNTOLD) | self._revises
+        self._revises, self._extended = False, []
         table.has_new = False
         return self._decide((table.live & due).nonzero()[0].tolist(), turn, may_limit)
 
@@ -101,6 +113,9 @@ class Caps(Part):
     ) -> None:
         """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve."""
         table, (cap, shadow, reserve) = self._table, limits
+        if cap != table.max_think_tokens[slot] and not table.extended[slot]:
+            # Another cap is near at another time.
+            table.put(slot, cap_probed=False)
         has_none = table.max_think_tokens[slot] in ((NO_CAP,) if may_limit else (NO_CAP, UNTOLD))
         table.note_cap(slot, cap, shadow, reserve)
         if table.closing[slot]:

@@ -95,6 +95,9 @@ class ControlRequest:
         """Note the cap that would hold from now on, and the kind that sets it, None if it really holds. extended: both
         if an empty answer extends the cap."""
         self.ends_at_cap(think_tokens, thinks)
+        if not self.extends and own[0] != self.cap:
+            # As for a treated request, the first probe near the new cap decides.
+            self.extends = None
         self.extended = extended
         cap, kind = self.cap, self.cap_kind = extended if self.extends else own
         if kind is not None and self.stopped_by is None and thinks and think_tokens > cap:

@@ -13,7 +13,6 @@ from meridian_control.engine.part import Part
 from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, hold_ms, is_gated, measured_share
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from datetime import datetime
 
     from numpy.typing import NDArray
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.effective_policies import Among
     from meridian_control.engine.moments import Moments, Seen
-    from meridian_control.engine.part import ProbeResult, Stream, Turn
+    from meridian_control.engine.part import Stream, Turn
     from meridian_control.policy.model import Policy
 
 PLACEMENTS = {
@@ -52,9 +51,6 @@ class EntropyRules(Part):
     def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
         hello = self._stream.hello
         self._samples = measured_share(policy.on_engine(hello.labels, hello.model_fingerprint)) < 1
-
-    def probed(self, results: Sequence[ProbeResult]) -> None:
-        self._table.put([result.slot for result in results if result.reason == "empty_answer"], cap_probed=True)
 
     def revise(self) -> None:
         self._revises = True

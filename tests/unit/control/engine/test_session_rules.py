@@ -237,20 +237,25 @@ def test_a_probe_near_the_cap_that_the_engine_refuses_is_asked_for_again() -> No
     assert made.life("a").think_tokens == 130
 
 
-def test_only_a_probe_near_the_cap_extends_it() -> None:
-    """An earlier probe of the EAT rule may have found an empty answer where the newest one, near the cap, does not."""
-    chosen = policy(scheduler=EXTENSIBLE, entropy={**CALIBRATED, "shadow": True, "eat_probe_interval_tokens": 80})
-    made = stream(chosen)
-    made.agent.empty_answer = True
+@pytest.mark.parametrize("told", [True, False])
+def test_another_probe_than_the_one_near_the_cap_does_not_extend_it(told: bool) -> None:
+    """Neither an EAT probe after it, nor a probe near an earlier cap, told before or after the new cap, extends it."""
+    rules = {**CALIBRATED, "shadow": True, "eat_probe_interval_tokens": 80}
+    made = stream(policy(scheduler=EXTENSIBLE, entropy=rules))
     made.open("a")
-    made.step(35)
-    made.agent.empty_answer = False
-    assert made.step().probes
-    # Caps are revised before the result is there.
-    made.apply(chosen)
-    assert (made.session.table.empty_answer[0], made.session.table.probe_open[0]) == (True, True)
-    made.step(40)
-    assert made.caps() == {"a": 100}
+    while "empty_answer" not in {decision.reason for decision in made.session.open_decisions.values()}:
+        made.step()
+    made.agent.empty_answer = not told
+    made.step(3 * told)
+    made.agent.empty_answer = True
+    if told:
+        made.step(50)
+        assert (made.session.table.empty_answer[0], made.caps()) == (True, {"a": 100})
+    made.apply(policy(scheduler={**EXTENSIBLE, "max_think_tokens": 300}, entropy=rules))
+    made.step(100)
+    assert (made.session.table.empty_answer[0], made.caps()) == (True, {"a": 300})
+    made.step(120)
+    assert made.caps() == {"a": 330}
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -104,6 +104,16 @@ def test_a_cap_that_an_empty_answer_extends_is_judged_where_it_would_end_the_thi
     assert told.shadow_saved_tokens == 200 - extended
 
 
+def test_the_first_probe_near_a_new_cap_decides_about_its_extension() -> None:
+    limits = {"min_think_tokens": 0, "max_think_tokens": 200, "empty_answer_extension_tokens": 50}
+    made = stream(policy(scheduler=limits, entropy=SHADOW, budget=[{**BUDGET, "max_think_tokens": 100}]))
+    play(made, {"acme": LOWER_CAP}, opens(CONTROL, 400, 3), opens(TREATED, 400, 3), 60, {"acme": 0})
+    made.agent.empty_answer = True
+    made.step(350)
+    told = counts(made)
+    assert (told.treated.think_tokens, told.shadow_saved_tokens) == (250, 400 - 250)
+
+
 def test_harm_needs_probes_that_no_rule_asks_for() -> None:
     """Calibration without a rule on probes leaves a request one probe of the policy's own."""
     made = run("budget", 90, eat_probe_interval_tokens=2**31 - 1, rpdi_threshold=0.0, eat_level_threshold_nats=0.0)
