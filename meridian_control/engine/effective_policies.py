@@ -101,18 +101,19 @@ class EffectivePolicies:
             alike.setdefault((*group, self._stages_of(slot)), []).append(slot)
             if not count % (4 * SLICE_ROWS):
                 yield
-        chosen = [(self._held[group].own, stages, same) for (group, _, stages), same in alike.items()]
+        chosen = [(self._held[group], stages, same) for (group, _, stages), same in alike.items()]
         done = 0
-        for own, stages, same_slots in chosen:
+        for before, stages, same_slots in chosen:
             for begin in range(0, len(same_slots), SLICE_ROWS):
-                self._shorten(part := same_slots[begin : begin + SLICE_ROWS], own, stages)
+                self._shorten(part := same_slots[begin : begin + SLICE_ROWS], before.own, stages, before)
                 if (done := done + len(part)) >= SLICE_ROWS:
                     done = 0
                     yield
 
-    def _shorten(self, slots: list[int], own: Policy, stages: tuple[Stages, ...]) -> None:
+    def _shorten(self, slots: list[int], own: Policy, stages: tuple[Stages, ...], before: Held | None = None) -> None:
         """Find the policy of requests that have the same policy without entries, and the same entries in the same
-        stages. All are held out, or none is."""
+        stages. All are held out, or none is. before: the policy before a change of stage, None for a request that is
+        assigned."""
         by_shortener = [
             [Staged(shortener.section, shortener.entries[index], stage) for index, stage in mine]
             for shortener, mine in zip(self._active, stages, strict=True)
@@ -122,7 +123,7 @@ class EffectivePolicies:
         if bool(self._table.control[slots[0]]) and self.holdout is not None:
             capping = own.model_copy(update={"scheduler": self.holdout.unshortened_cap(own.scheduler)})
             group = self._index_of(Held(self.holdout.unshortened(policy), by, own, policy, capping))
-            self.holdout.exposed(slots, self._held[group], staged)
+            self.holdout.exposed(slots, self._held[group], staged, before)
         else:
             group = 0 if policy is self.policy else self._index_of(Held(policy, by, own, policy, own))
         self._table.put(slots, group=group)

@@ -129,8 +129,9 @@ class Holdout(Protocol):
         """Return the section with the cap that really holds for a held-out request."""
         ...
 
-    def exposed(self, slots: Sequence[int], held: Held, staged: Sequence[Staged]) -> None:
-        """Note what would shorten held-out requests from now on. The policies still have the earlier state."""
+    def exposed(self, slots: Sequence[int], held: Held, staged: Sequence[Staged], before: Held | None) -> None:
+        """Note what would shorten held-out requests from now on. before: what held for them before a change of stage,
+        None for requests that are assigned."""
         ...
 
     def would_end(self, slot: int, reason: str, think_tokens: int, *, reported: bool) -> None:

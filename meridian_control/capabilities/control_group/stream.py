@@ -122,7 +122,7 @@ class ControlGroup(Part):
 
     # ----------------------------------------------------------------------------------------- what would shorten them
 
-    def exposed(self, slots: Sequence[int], held: Held, staged: Sequence[Staged]) -> None:
+    def exposed(self, slots: Sequence[int], held: Held, staged: Sequence[Staged], before: Held | None) -> None:
         kinds, acts = set(kinds_for_request(held.own)), acts_on_thinking(held.treated)
         kinds |= {ENTROPY} & kinds_for_request(held.treated)
         kinds |= {
@@ -130,13 +130,13 @@ class ControlGroup(Part):
             for staged_entry in staged
             if acts and not staged_entry.entry.shadow
         }
+        if before is not None and before.treated.entropy.shadow and not held.treated.entropy.shadow:
+            # An entropy rule that has fired while it was in shadow for treated requests, too, fires again.
+            in_force = sum(RULE_BITS[reason] for reason in RULE_BITS if kind_of_rule(held, reason) is not None)
+            self._table.put(slots, shadow_decided=self._table.shadow_decided[slots] & ~np.uint32(in_force))
         for slot in slots:
             request, opened = self.requests.by_slot[slot], self._table.info[slot]
             assert opened is not None
-            if self._stream.policies.held(slot).treated.entropy.shadow and not held.treated.entropy.shadow:
-                # An entropy rule that has fired while it was in shadow for treated requests, too, fires again.
-                in_force = [RULE_BITS[reason] for reason in RULE_BITS if kind_of_rule(held, reason) is not None]
-                self._table.put(slot, shadow_decided=int(self._table.shadow_decided[slot]) & ~sum(in_force))
             request.kinds |= kinds
             own, extended = (
                 kind_of_cap(held, opened, extended=extends) if acts else (NO_CAP, None) for extends in (False, True)

@@ -11,6 +11,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP
+from meridian_control.policy.schema import TelemetryPolicy
 from tests.fakes.tables import policy
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED, counts
 from tests.unit.sessions import CALIBRATED, Stream, each_token_ends_a_sentence, opens, play, stream
@@ -184,5 +185,7 @@ def test_only_the_rules_that_pressure_puts_in_force_fire_again() -> None:
     made.agent.checker.told[0].shadowed.remove(agent_pb2.FORCE_REASON_EAT)
     made.session.part(EnginePressure).set_levels({"busy": 6})
     made.step(10)
+    # A revision that changes no rule leaves the pressure where it is.
+    play(made, rules.model_copy(update={"telemetry": TelemetryPolicy(report_interval_steps=2)}), 10)
     forces = [event.decision for event in made.life(CONTROL).events if event.decision.kind == "force"]
     assert Counter(force.reason for force in forces) == {"eat": 2, "soft_close": 1, "give_up": 1}
