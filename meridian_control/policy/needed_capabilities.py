@@ -14,10 +14,11 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian_control.policy.effects import eat_may_end
+from meridian_control.policy.model import Who
 from meridian_control.policy.shortening_schema import PressurePolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterable, Iterator
 
     from meridian.v1 import agent_pb2
 
@@ -86,7 +87,8 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
     yield from _handovers(policy.disagg, hello)
     yield from _shorteners(policy, hello)
     yield from _preempts("preemption", policy.preemption, policy)
-    chain: list[_Changes] = []
+    # Overrides that switch the same rules on and off are checked together with others as one is.
+    earlier: dict[Hashable, list[_Changes]] = {}
     for index, override in enumerate(policy.override):
         # The names of adapters are only known from their requests, so only the engine's own model is compared.
         is_of_model = not override.model or fnmatchcase(hello.model, override.model)
@@ -96,37 +98,58 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
             own = policy.scheduler.model_copy(update=changes)
             asked = _set("scheduler", own, f"override[{index}].scheduler")
             yield from ((path, capability) for path, capability in asked if path.rpartition(".")[2] in changes)
-        chain.append(_Changes(_literals(override), override.changes("entropy"), override.changes("loop")))
-        for one in (chain[-1], _together(chain)):
-            if chain[-1].entropy:
-                yield from _rules(f"override[{index}].entropy", policy.entropy.model_copy(update=one.entropy))
-            loop = policy.loop.model_copy(update=one.loop)
-            if chain[-1].loop and loop != policy.loop:
+        one = _Changes(_globs(override), override.changes("entropy"), override.changes("loop"))
+        for together in (one, *_pairs(one, earlier.values())):
+            if one.entropy:
+                yield from _rules(f"override[{index}].entropy", policy.entropy.model_copy(update=together.entropy))
+            loop = policy.loop.model_copy(update=together.loop)
+            if one.loop and loop != policy.loop:
                 yield from _loop_rule(f"override[{index}].loop", loop)
+        earlier.setdefault(_switched(one), []).append(one)
         yield from _preempts(f"override[{index}].preemption", override.preemption, policy)
 
 
 class _Changes(NamedTuple):
-    """The changes of some overrides, and the names without globs that a request must have for them."""
+    """The changes of an override, and the globs that the names of a request must fit for them."""
 
-    names: dict[str, str]
+    globs: dict[str, str]
     entropy: dict[str, Any]
     loop: dict[str, Any]
 
 
-def _literals(override: Override) -> dict[str, str]:
-    asked = {name: getattr(override, name) for name in ("model", "tenant", "slo_class", "effort", "traffic")}
-    return {name: value for name, value in asked.items() if value and not GLOB.search(value)}
+def _globs(override: Override) -> dict[str, str]:
+    asked = {name: getattr(override, name) for name in ("model", "tenant", "slo_class", "effort")}
+    globs = {name: glob for name, glob in asked.items() if glob}
+    if override.traffic:
+        who = Who.of_traffic(override.traffic)
+        globs |= {"model": who.model, "slo_class": who.slo_class}
+    return globs
 
 
-def _together(chain: list[_Changes]) -> _Changes:
-    """Return the changes of the last override with those of the newest earlier ones that may hold for one request with
-    it: they ask for no other name."""
-    together = _Changes({}, {}, {})
-    for one in reversed(chain):
-        if all(together.names.get(name, value) == value for name, value in one.names.items()):
-            together = _Changes(*(before | after for before, after in zip(one, together, strict=True)))
-    return together
+def _switched(one: _Changes) -> Hashable:
+    """Return what decides which rules can fire: the fields that are set, each with whether it is any but 0 or false."""
+    return tuple(frozenset((name, bool(value)) for name, value in changes.items()) for changes in one[1:])
+
+
+def _pairs(one: _Changes, earlier: Iterable[list[_Changes]]) -> Iterator[_Changes]:
+    """Yield the changes of an override with those of earlier ones that may hold for one request with it, of each list
+    with the first one."""
+    for alike in earlier:
+        adds = alike[0].entropy.keys() - one.entropy.keys() or alike[0].loop.keys() - one.loop.keys()
+        for before in alike if adds else ():
+            if all(_meet(glob, before.globs[name]) for name, glob in one.globs.items() if name in before.globs):
+                yield _Changes(one.globs, before.entropy | one.entropy, before.loop | one.loop)
+                break
+
+
+def _meet(one: str, other: str) -> bool:
+    """Whether one name may fit both globs. Two that have signs are compared up to their first ones."""
+    if not GLOB.search(one):
+        return fnmatchcase(one, other)
+    if not GLOB.search(other):
+        return fnmatchcase(other, one)
+    prefixes = GLOB.split(one)[0], GLOB.split(other)[0]
+    return prefixes[0].startswith(prefixes[1]) or prefixes[1].startswith(prefixes[0])
 
 
 def _set(name: str, section: SchedulerPolicy | KvMemoryPolicy, path: str) -> Iterator[tuple[str, str]]:

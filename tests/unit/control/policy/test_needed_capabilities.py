@@ -147,7 +147,29 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], str]] = [
             ({"tenant": "a"}, {"tenant": "*"}, RPDI_TOGETHER),
             ({"tenant": "a"}, {"tenant": "a"}, RPDI_TOGETHER),
             ({"tenant": "a"}, {"tenant": "b"}, ""),
+            ({"tenant": "free-*"}, {"tenant": "*-acme"}, RPDI_TOGETHER),
+            ({"tenant": "free-*"}, {"tenant": "free-acme"}, RPDI_TOGETHER),
+            ({"tenant": "free-*"}, {"tenant": "paid-*"}, ""),
+            ({"tenant": "free-*"}, {"tenant": "paid-acme"}, ""),
+            ({"traffic": "m##chat"}, {"slo_class": "ch*"}, RPDI_TOGETHER),
+            ({"traffic": "m##chat"}, {"slo_class": "batch"}, ""),
+            ({"slo_class": "batch"}, {"traffic": "m##"}, ""),
         )
+    ),
+    # An override in between that holds for other requests, or that switches the rules off again, changes nothing.
+    *(
+        (
+            {
+                "override": [
+                    {"slo_class": "batch", "entropy": RPDI_OFF},
+                    {**between, "entropy": {"shadow": True}},
+                    {"tenant": "acme", "entropy": {"rpdi_threshold": 2.0}},
+                ]
+            },
+            LACKS_ENTROPY,
+            RPDI_TOGETHER.replace("[1]", "[2]"),
+        )
+        for between in ({"slo_class": "chat"}, {"effort": "low"})
     ),
     (
         {
