@@ -79,17 +79,20 @@ class Ledger:
         seen: tuple[Seen, int] | None = None,
         *,
         cap_tokens: int = 0,
+        behind: str = "",
     ) -> int:
         """Make a decision and return its id.
 
         seen: the table or moments with the signals that the decision is based on, and the index in them; None for the
-        current state of the request. cap_tokens: the cap that a decision of kind cap sets.
+        current state of the request. cap_tokens: the cap that a decision of kind cap sets. behind: the reason that says
+        which entry is behind the decision, if `reason` says another thing.
         """
         decision = self._new(kind, reason, slot, cap_tokens)
         if slot is not None:
             if self._journal is not None:
                 table, index = seen or (self._table, slot)
-                self._journal.decided(decision, table, index, self._policies.behind(slot, reason), shadow=shadow)
+                found = self._policies.behind(slot, behind or reason)
+                self._journal.decided(decision, table, index, found, shadow=shadow)
             self.last[slot] = decision
         if slot is not None and kind == "force" and not shadow:
             self.forces[slot] = decision

@@ -211,7 +211,7 @@ class EffectivePolicies:
         this reason depends on."""
         held = self.held(slot)
         policy, entries = held.policy, held.by
-        if reason == "hard_cap" or (held.is_held_out and reason == "empty_answer"):
+        if reason == "hard_cap":
             policy, entries = held.capping, None
         if entries is None:
             # Most decisions share one object, because most requests have the same policy.

@@ -310,10 +310,9 @@ def _cap(decision: Decision, policy: Policy) -> Iterator[Compared]:
         extended = " + scheduler.empty_answer_extension_tokens"
     limit, name = policy.scheduler.max_think_tokens + extension, _limit_name(decision, "scheduler.max_think_tokens")
     name += extended
-    if (by := decision.shortening) is not None and (floor := decision.life.opened.min_think_tokens) > limit:
-        # The request's own floor lifts the cap, though not above that without the entry.
-        without = by.without.scheduler.max_think_tokens + extension, f"scheduler.max_think_tokens{extended}"
-        limit, name = min((floor, "own min_think_tokens"), without)
+    if decision.shortening is not None and (floor := decision.life.opened.min_think_tokens) > limit:
+        # The request's own floor lifts the cap that an entry lowers.
+        limit, name = floor, "own min_think_tokens"
     if (own := decision.life.opened.max_think_tokens) is not None and own < limit:
         limit, name = own, "own max_think_tokens"
     if cap is not None:

@@ -79,7 +79,7 @@ class Caps(Part):
             reserve = effects.answer_reserve(self._policies.of(slot), info) if info and cap != NO_CAP else 0
             limits = cap, policy.scheduler.shadow, reserve
             if limits != (table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]):
-                self._send(slot, limits, "empty_answer" if table.extended[slot] else why, turn.out, may_limit)
+                self._send(slot, limits, why, turn.out, may_limit)
 
     def _take_over(self, policy: Policy, slot: int) -> None:
         """Note whether the cap that the agent has from before a snapshot has been extended for an empty answer."""
@@ -111,7 +111,8 @@ class Caps(Part):
     def _send(
         self, slot: int, limits: tuple[int, bool, int], why: str, out: agent_pb2.Directives, may_limit: bool
     ) -> None:
-        """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve."""
+        """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve. why: what sets the cap, an
+        extension aside."""
         table, (cap, shadow, reserve) = self._table, limits
         if cap != table.max_think_tokens[slot] and not table.extended[slot]:
             # Another cap is near at another time.
@@ -121,7 +122,8 @@ class Caps(Part):
         if table.closing[slot]:
             return
         if cap != NO_CAP:
-            decision_id = self._ledger.make("cap", why, slot, shadow, cap_tokens=cap)
+            reason = "empty_answer" if table.extended[slot] else why
+            decision_id = self._ledger.make("cap", reason, slot, shadow, cap_tokens=cap, behind=why)
             values = {"max_think_tokens": cap, "answer_reserve_tokens": reserve}
             out.caps.add(decision_id=decision_id, slot=slot, shadow=shadow, **values)
         elif not has_none:

@@ -131,11 +131,12 @@ def test_a_cap_that_the_requests_floor_lifts_to_the_policys_names_the_policy() -
     made.agent.empty_answer = True
     play(made, {"acme": LOWER_CAP}, opens("a", tenant="acme", min_think_tokens=150), 50)
     caps = [decision for decision in decided(made, "a", "hard_cap", "empty_answer") if decision.kind == "cap"]
-    name = "scheduler.max_think_tokens"
-    assert [(cap.comparisons[0].value, cap.comparisons[0].limit_name, cap.comparisons[0].limit) for cap in caps] == [
+    name, rows = "scheduler.max_think_tokens", [cap.comparisons[0] for cap in caps]
+    assert [(row.value, row.limit_name, row.limit) for row in rows] == [
         (100, name, 100),
         (130, f"{name} + scheduler.empty_answer_extension_tokens", 130),
     ]
+    assert not any(cap.budget for cap in caps)
 
 
 @pytest.mark.parametrize("first", [budgeted(shadow=True), budgeted(enabled=False)], ids=["shadow", "off"])
