@@ -106,18 +106,20 @@ class LiveRequest:
 
 
 class SessionReplay:
-    """Replays one recorded session under a policy."""
+    """Replays one recorded session under a policy.
 
-    def __init__(self, hello: fleet_pb2.TraceRecord, policy: Policy) -> None:
-        self._policy, self.hello = policy, hello
+    lost, begun: ids of the trace's requests of which reports were lost, and of those that an agent has told of with
+    tokens.
+    """
+
+    def __init__(self, hello: fleet_pb2.TraceRecord, policy: Policy, lost: set[str], begun: set[str]) -> None:
+        self._policy, self.hello, self._lost, self._begun = policy, hello, lost, begun
         self.session = Session(hello.session_id, hello.up.hello, hello.time.ToDatetime(UTC), parts=STREAM_PARTS)
         # The engine's earlier refusals concern other policies.
         self.session.delivery.refused.clear()
         self.live: dict[int, LiveRequest] = {}
         self.ended: list[LiveRequest] = []
         self.left_out: Counter[str] = Counter()
-        # Ids of the requests that the agent has told of with tokens.
-        self.begun: list[str] = []
         # Outcomes of this run's decisions, which the next report brings.
         self._due: list[agent_pb2.DecisionOutcome] = []
         # By recorded id of a probe: its placement, and the id of this run's probe that has its sample.
@@ -182,8 +184,7 @@ class SessionReplay:
         elif up.HasField("freeze_status"):
             message.freeze_status.nonce = self._nonces.get(("freeze", up.freeze_status.nonce), 0)
         elif up.HasField("snapshot"):
-            self.left_out += Counter({"reports were lost": len(self.live)})
-            self.live = {}
+            self.lose_live()
             self._open(up.snapshot.requests)
         elif up.HasField("step"):
             self._open(report.opened)
@@ -199,12 +200,19 @@ class SessionReplay:
             message.step.outcomes.extend(outcomes)
         return message
 
+    def lose_live(self) -> None:
+        """Note that the reports about the live requests end here, as the trace goes on with a snapshot."""
+        self._lost.update(request.opened.request_id for request in self.live.values())
+        self.live = {}
+
     def _open(self, requests: Iterable[agent_pb2.RequestOpened]) -> None:
         for opened in requests:
             self.live.pop(opened.slot, None)
             if is_under_way(opened):
-                self.begun.append(opened.request_id)
+                self._begun.add(opened.request_id)
             else:
+                # A request that has waited all the time has no report to lose.
+                self._lost.discard(opened.request_id)
                 self.live[opened.slot] = LiveRequest(opened)
 
     def _count(self, tokens: agent_pb2.TokenColumns) -> None:
@@ -276,8 +284,8 @@ def changes(paths: Iterable[Path], policy: Policy) -> dict[str, Any]:
     have thought on, and probes are those of requests that finished. Raises FileError."""
     replays, left_out, rows = list[SessionReplay](), Counter[str](), list[dict[str, Any]]()
     for path in paths:
-        found = _replays(path, policy)
-        left_out += _live(found)
+        found, others = _replays(path, policy)
+        left_out += others
         replays += found
     for replay in replays:
         left_out += replay.left_out
@@ -298,36 +306,36 @@ def changes(paths: Iterable[Path], policy: Policy) -> dict[str, Any]:
     }
 
 
-def _live(replays: list[SessionReplay]) -> Counter[str]:
-    """Count the requests of one trace that lived at the end of their sessions or at the beginning, each once."""
-    newest = {replay.hello.engine_id: replay for replay in replays}
-    broken = [replay for replay in replays if replay is not newest[replay.hello.engine_id]]
-    lost = {request.opened.request_id for replay in broken for request in replay.live.values()}
-    return Counter(
-        {
-            "reports were lost": sum(len(replay.live) for replay in broken),
-            "still under way at the end of the trace": sum(len(replay.live) for replay in newest.values()),
-            "began before the trace": sum(name not in lost for replay in replays for name in replay.begun),
-        }
-    )
-
-
-def _replays(path: Path, policy: Policy) -> list[SessionReplay]:
-    """Replay the sessions in a trace file. Raises FileError."""
-    replays, newest, number = list[SessionReplay](), dict[str, SessionReplay](), 0
+def _replays(path: Path, policy: Policy) -> tuple[list[SessionReplay], Counter[str]]:
+    """Replay the sessions in a trace file, and count the requests of which the trace lacks the beginning, a part or the
+    end, each once. Raises FileError."""
+    replays, number = list[SessionReplay](), 0
+    by_session, by_engine = dict[str, SessionReplay](), dict[str, SessionReplay]()
+    lost, begun = set[str](), set[str]()
     try:
         for number, record in enumerate(read(path)):  # noqa: B007
             if record.up.HasField("hello"):
-                newest[record.session_id] = SessionReplay(record, policy)
-                replays.append(newest[record.session_id])
-            elif (replay := newest.get(record.session_id)) is None:
+                if (broken := by_engine.get(record.engine_id)) is not None:
+                    broken.play(None)
+                    broken.lose_live()
+                replay = SessionReplay(record, policy, lost, begun)
+                by_session[record.session_id] = by_engine[record.engine_id] = replay
+                replays.append(replay)
+            elif (known := by_session.get(record.session_id)) is None:
                 raise BadReport("its session has no Hello before it")
             elif record.HasField("down") and not record.down.HasField("freeze"):
-                replay.responses.append(record.down)
+                known.responses.append(record.down)
             else:
-                replay.play(record)
+                known.play(record)
         for replay in replays:
             replay.play(None)
     except (MeridianError, IndexError) as error:
         raise FileError(path, "", f"record {number}: {error}") from error
-    return replays
+    under_way = sum(len(replay.live) for replay in replays)
+    return replays, Counter(
+        {
+            "reports were lost": len(lost),
+            "still under way at the end of the trace": under_way,
+            "began before the trace": len(begun - lost),
+        }
+    )

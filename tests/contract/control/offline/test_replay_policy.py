@@ -475,17 +475,26 @@ def test_a_snapshot_in_the_middle_leaves_out_what_lived(tmp_path: Path) -> None:
     assert found["left_out"] == {"began before the trace": 1, "reports were lost": 4}
 
 
-def test_a_stream_that_broke_in_the_middle_leaves_out_what_lived_once(tmp_path: Path) -> None:
-    """The next snapshot lists the same requests, and one from before the trace."""
+HELLO_AGAIN = agent_pb2.ConnectRequest(hello=hello())
+
+
+@pytest.mark.parametrize("first", [[HELLO_AGAIN], [], [None]], ids=["new stream", "same stream", "same stream, twice"])
+@pytest.mark.parametrize("think_tokens", [3, 0])
+def test_what_lived_before_a_snapshot_is_left_out_once(tmp_path: Path, first: list[Any], think_tokens: int) -> None:
+    """The snapshot lists the same requests, and one from before the trace. Requests that have waited go on."""
     made = traces.records([traces.made_up(n) for n in range(8)], at_once=4)
     made = made[: len(made) // 2]
     lived = told(tmp_path, made, policy())["left_out"]["still under way at the end of the trace"]
-    names = [opened.request_id for record in made for opened in record.up.step.opened]
-    rows = [agent_pb2.RequestOpened(slot=n, request_id=name, think_tokens=3) for n, name in enumerate(["old", *names])]
-    ups = agent_pb2.ConnectRequest(hello=hello()), agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=rows))
-    made += [fleet_pb2.TraceRecord(time=made[0].time, engine_id="engine", session_id="next", up=up) for up in ups]
-    left_out = told(tmp_path, made, policy())["left_out"]
-    assert left_out == {"began before the trace": 1 + len(names) - lived, "reports were lost": lived}
+    names = ["old", *(opened.request_id for record in made for opened in record.up.step.opened)]
+    rows = [agent_pb2.RequestOpened(slot=n, request_id=name, think_tokens=think_tokens) for n, name in enumerate(names)]
+    snapshot = agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=rows))
+    session_id = "next" if HELLO_AGAIN in first else made[0].session_id
+    for up in [*first, snapshot]:
+        record = fleet_pb2.TraceRecord(time=made[0].time, engine_id="engine", session_id=session_id, up=up or snapshot)
+        made.append(record)
+    begun = {"began before the trace": len(names) - lived, "reports were lost": lived}
+    wanted = begun if think_tokens else {"still under way at the end of the trace": len(names)}
+    assert told(tmp_path, made, policy())["left_out"] == wanted
 
 
 def test_requests_that_the_agent_found_in_mid_course_are_left_out(tmp_path: Path) -> None:
