@@ -172,7 +172,7 @@ class Directives:
             self.report(cap.decision_id, Outcome.APPLIED, live)
             self._tracker.watch_limit(live)
             return
-        live.set_cap(Cap(cap.decision_id, cap.max_think_tokens, cap.shadow, cap.answer_reserve_tokens))
+        live.set_cap(Cap(cap.decision_id, cap.max_think_tokens, cap.shadow, cap.answer_reserve_tokens, cap.extended))
         if not cap.shadow:
             # If the default cap has begun a forced end, that end counts as this decision's.
             live.credit_forced_end(cap.decision_id)

@@ -41,6 +41,7 @@ class Cap:
     max_think_tokens: int
     shadow: bool
     answer_reserve_tokens: int = 0
+    extended: bool = False
     reported: bool = False
 
 
@@ -232,7 +233,7 @@ class LiveRequest:
         """Return the fields of RequestOpened, copied so that another thread may read them."""
         s, queued = self.state, self.queued_s is not None
         tokens = int(s.phase), s.think_tokens, s.output_tokens, self.untold_think_tokens
-        decided = self.cap.max_think_tokens if self.cap is not None else None, self.ending.reason if self.ending else 0
+        decided = self.cap is not None and self.cap.extended, self.ending.reason if self.ending else 0
         return (self.slot, self.info, *tokens, *decided, self.forced, self.preempted, queued, not self.measured)
 
     # ----------------------------------------------------------------------------------------------- caps and endings

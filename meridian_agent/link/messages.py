@@ -30,7 +30,7 @@ DECISION_KINDS = ("forces", "caps", "tiers", "probes", "hand_overs", "preempts")
 
 
 def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
-    slot, info, phase, think_tokens, output_tokens, untold_think_tokens, decided_cap, ending, *flags = row
+    slot, info, phase, think_tokens, output_tokens, untold_think_tokens, cap_extended, ending, *flags = row
     forced, preempted, queued, unmeasured = flags
     return agent_pb2.RequestOpened(
         slot=slot,
@@ -58,7 +58,7 @@ def opened_message(row: tuple[Any, ...]) -> agent_pb2.RequestOpened:
         chat=info.chat,
         sleeping_stops=info.sleeping_stops,
         unreported_think_tokens=untold_think_tokens,
-        decided_max_think_tokens=decided_cap,
+        cap_extended=cap_extended,
         ending=ending,
     )
 

@@ -31,8 +31,7 @@ class OpenedRequest:
 
     A plain object takes a fraction of a protobuf message's memory. Requests share the objects of equal models, tenants,
     classes and efforts. `max_think_tokens` is None if the request has no cap of its own, and `min_think_tokens` 0 if it
-    has no floor; `decided_max_think_tokens` is None if the agent has no cap for it. `held_bytes` is about the memory
-    that the object takes.
+    has no floor. `held_bytes` is about the memory that the object takes.
     """
 
     __slots__ = (
@@ -46,7 +45,6 @@ class OpenedRequest:
             "chat",
             "sleeping_stops",
             "refused_slo_class",
-            "decided_max_think_tokens",
             "ending",
             "held_bytes",
         ),
@@ -86,8 +84,6 @@ class OpenedRequest:
         self.min_think_tokens, self.unmeasured = message.min_think_tokens, message.unmeasured
         self.chat, self.sleeping_stops = message.chat, message.sleeping_stops
         self.max_think_tokens = message.max_think_tokens if message.HasField("max_think_tokens") else None
-        has_cap = message.HasField("decided_max_think_tokens")
-        self.decided_max_think_tokens = message.decided_max_think_tokens if has_cap else None
         self.ending = message.ending if message.ending in REASONS else agent_pb2.FORCE_REASON_UNSPECIFIED
         self.held_bytes = OPENED_BYTES + size
 

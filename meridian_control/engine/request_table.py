@@ -179,6 +179,7 @@ class RequestTable(Columns):
         self.phase[slot] = opened.phase if 0 <= opened.phase <= OUTPUT else UNKNOWN
         self.token_ms[slot] = now_ms
         self.prompt_tokens[slot] = opened.prompt_tokens
+        self.extended[slot] = self.cap_probed[slot] = message.cap_extended
         # Most new requests have none of the following.
         if opened.think_tokens:
             self.think_tokens[slot] = opened.think_tokens

@@ -72,23 +72,12 @@ class Caps(Part):
         for count, slot in enumerate(slots, 1):
             if not count % SLICE_ROWS:
                 yield
-            if table.max_think_tokens[slot] == UNTOLD:
-                self._take_over(policy, slot)
             cap, why = self._cap(policy, slot, bool(table.extended[slot]))
             info = table.info[slot]
             reserve = effects.answer_reserve(self._policies.of(slot), info) if info and cap != NO_CAP else 0
             limits = cap, policy.scheduler.shadow, reserve
             if limits != (table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]):
                 self._send(slot, limits, why, turn.out, may_limit)
-
-    def _take_over(self, policy: Policy, slot: int) -> None:
-        """Note whether the cap that the agent has from before a snapshot has been extended for an empty answer."""
-        table, info = self._table, self._table.info[slot]
-        if info is None or info.decided_max_think_tokens is None:
-            return
-        plain, longer = (self._cap(policy, slot, extended)[0] for extended in (False, True))
-        extended = plain != info.decided_max_think_tokens == longer
-        table.put(slot, extended=extended, cap_probed=extended)
 
     def _cap(self, policy: Policy, slot: int, extended: bool) -> tuple[int, str]:
         """Return a request's cap, and its reason: the section of the entry that lowers it, or `hard_cap`.
@@ -124,7 +113,7 @@ class Caps(Part):
         if cap != NO_CAP:
             reason = "empty_answer" if table.extended[slot] else why
             decision_id = self._ledger.make("cap", reason, slot, shadow, cap_tokens=cap, behind=why)
-            values = {"max_think_tokens": cap, "answer_reserve_tokens": reserve}
-            out.caps.add(decision_id=decision_id, slot=slot, shadow=shadow, **values)
+            values = {"max_think_tokens": cap, "answer_reserve_tokens": reserve, "shadow": shadow}
+            out.caps.add(decision_id=decision_id, slot=slot, extended=bool(table.extended[slot]), **values)
         elif not has_none:
             out.caps.add(decision_id=self._ledger.make("cap", "lifted", slot), slot=slot)

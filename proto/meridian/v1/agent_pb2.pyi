@@ -1123,7 +1123,7 @@ class RequestOpened(_message.Message):
     REFUSED_SLO_CLASS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     SLEEPING_STOPS_FIELD_NUMBER: _builtins.int
-    DECIDED_MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
+    CAP_EXTENDED_FIELD_NUMBER: _builtins.int
     ENDING_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """Small number of the request, unique among the live requests of one engine; reused after RequestClosed."""
@@ -1199,9 +1199,9 @@ class RequestOpened(_message.Message):
     """Whether the request has stop strings or stop tokens that sleep while it thinks, by Settings.answer_only_stops and by
     meridian_answer_only_stops in its vllm_xargs.
     """
-    decided_max_think_tokens: _builtins.int
-    """max_think_tokens of the ThinkCap that the agent has for the request from before a Snapshot, in force or in shadow;
-    absent if it has none, and from an older agent.
+    cap_extended: _builtins.bool
+    """ThinkCap.extended of the cap that the agent has for the request from before a Snapshot, in force or in shadow; false
+    if it has none, and from an older agent.
     """
     ending: Global___ForceReason.ValueType
     """Rule of a forced end that is under way and comes although its decision was for an earlier stream; unspecified if
@@ -1235,21 +1235,17 @@ class RequestOpened(_message.Message):
         refused_slo_class: _builtins.str = ...,
         chat: _builtins.bool = ...,
         sleeping_stops: _builtins.bool = ...,
-        decided_max_think_tokens: _builtins.int | None = ...,
+        cap_extended: _builtins.bool = ...,
         ending: Global___ForceReason.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decided_max_think_tokens", b"_decided_max_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "decided_max_think_tokens", b"decided_max_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "max_think_tokens", b"max_think_tokens", "min_think_tokens", b"min_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decided_max_think_tokens", b"_decided_max_think_tokens", "_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "chat", b"chat", "decided_max_think_tokens", b"decided_max_think_tokens", "effort", b"effort", "ending", b"ending", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "refused_slo_class", b"refused_slo_class", "remote_decode", b"remote_decode", "request_id", b"request_id", "sleeping_stops", b"sleeping_stops", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent", "unmeasured", b"unmeasured", "unreported_think_tokens", b"unreported_think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "_min_think_tokens", b"_min_think_tokens", "cap_extended", b"cap_extended", "chat", b"chat", "effort", b"effort", "ending", b"ending", "forced", b"forced", "hand_over_candidate", b"hand_over_candidate", "handed_over_ref", b"handed_over_ref", "max_think_tokens", b"max_think_tokens", "max_tokens", b"max_tokens", "min_think_tokens", b"min_think_tokens", "model", b"model", "output_tokens", b"output_tokens", "phase", b"phase", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "refused_slo_class", b"refused_slo_class", "remote_decode", b"remote_decode", "request_id", b"request_id", "sleeping_stops", b"sleeping_stops", "slo_class", b"slo_class", "slot", b"slot", "tenant", b"tenant", "think_tokens", b"think_tokens", "traceparent", b"traceparent", "unmeasured", b"unmeasured", "unreported_think_tokens", b"unreported_think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__decided_max_think_tokens: _TypeAlias = _typing.Literal["decided_max_think_tokens"]  # noqa: Y015
-    _WhichOneofArgType__decided_max_think_tokens: _TypeAlias = _typing.Literal["_decided_max_think_tokens", b"_decided_max_think_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_think_tokens: _TypeAlias = _typing.Literal["min_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_think_tokens: _TypeAlias = _typing.Literal["_min_think_tokens", b"_min_think_tokens"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__decided_max_think_tokens) -> _WhichOneofReturnType__decided_max_think_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_think_tokens) -> _WhichOneofReturnType__max_think_tokens | None: ...
     @_typing.overload
@@ -2489,6 +2485,7 @@ class ThinkCap(_message.Message):
     MAX_THINK_TOKENS_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
     ANSWER_RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
+    EXTENDED_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     """Id of the decision, unique within the stream; its outcome is reported exactly once."""
     slot: _builtins.int
@@ -2503,6 +2500,8 @@ class ThinkCap(_message.Message):
     FORCE_REASON_PREMATURE_STOP. If a reserve in shadow would have ended thinking, the outcome SHADOWED has fewer thinking
     tokens than max_think_tokens.
     """
+    extended: _builtins.bool
+    """Whether an empty answer has extended the cap. The agent only returns it, as RequestOpened.cap_extended."""
     def __init__(
         self,
         *,
@@ -2511,10 +2510,11 @@ class ThinkCap(_message.Message):
         max_think_tokens: _builtins.int | None = ...,
         shadow: _builtins.bool = ...,
         answer_reserve_tokens: _builtins.int = ...,
+        extended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "max_think_tokens", b"max_think_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "decision_id", b"decision_id", "max_think_tokens", b"max_think_tokens", "shadow", b"shadow", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens", "answer_reserve_tokens", b"answer_reserve_tokens", "decision_id", b"decision_id", "extended", b"extended", "max_think_tokens", b"max_think_tokens", "shadow", b"shadow", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_think_tokens: _TypeAlias = _typing.Literal["max_think_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_think_tokens: _TypeAlias = _typing.Literal["_max_think_tokens", b"_max_think_tokens"]  # noqa: Y015

@@ -240,7 +240,7 @@ def test_whatever_comes_fits_on_the_wire(extra: dict[str, object]) -> None:
         sleeping_stops=False,
     )
     assert 0 <= repeated <= MAX_TOKENS
-    message = opened_message((0, info, 1, 0, 0, 0, None, 0, False, False, False, False))
+    message = opened_message((0, info, 1, 0, 0, 0, False, 0, False, False, False, False))
     assert agent_pb2.RequestOpened.FromString(message.SerializeToString()) == message
     assert max(len(tenant), len(slo_class), len(asked), len(effort)) <= MAX_TEXT
 

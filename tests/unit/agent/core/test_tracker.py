@@ -178,10 +178,10 @@ def test_opened_rows_are_copies() -> None:
     (row,) = tracker.record.opened
     tracker.feed(tr, [TEXT, TEXT, END, TEXT], 0)
     tr.forced = tr.preempted = True
-    tr.cap = Cap(7, 30, shadow=False)
+    tr.cap = Cap(7, 30, shadow=False, extended=True)
     tr.ending = Ending((END,), 8, reason=agent_pb2.FORCE_REASON_EAT)
-    assert row == (0, tr.info, Phase.THINK, 0, 0, 0, None, 0, False, False, False, False)
-    assert tracker.snapshot() == [(0, tr.info, Phase.OUTPUT, 2, 1, 2, 30, 2, True, True, False, False)]
+    assert row == (0, tr.info, Phase.THINK, 0, 0, 0, False, 0, False, False, False, False)
+    assert tracker.snapshot() == [(0, tr.info, Phase.OUTPUT, 2, 1, 2, True, 2, True, True, False, False)]
 
 
 def test_ended_is_said_once_and_across_re_entry() -> None:

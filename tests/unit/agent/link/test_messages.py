@@ -82,7 +82,7 @@ def same(a: RequestTable, b: RequestTable) -> None:
 
 def test_opened() -> None:
     info = RequestInfo("id", "model", "tenant", "gold", 11, 22, 0)
-    assert opened_message((3, info, 2, 4, 5, 1, 9, 3, True, False, True, True)) == agent_pb2.RequestOpened(
+    assert opened_message((3, info, 2, 4, 5, 1, True, 3, True, False, True, True)) == agent_pb2.RequestOpened(
         slot=3,
         request_id="id",
         model="model",
@@ -98,11 +98,11 @@ def test_opened() -> None:
         queued=True,
         unreported_think_tokens=1,
         unmeasured=True,
-        decided_max_think_tokens=9,
+        cap_extended=True,
         ending=agent_pb2.FORCE_REASON_RPDI,
     )
-    without = opened_message((3, RequestInfo("id", "", "", "", 1, 2, None), 1, 0, 0, 0, None, 0, *[False] * 4))
-    assert [without.HasField(name) for name in ("max_think_tokens", "decided_max_think_tokens")] == [False, False]
+    without = opened_message((3, RequestInfo("id", "", "", "", 1, 2, None), 1, 0, 0, 0, False, 0, *[False] * 4))
+    assert not without.HasField("max_think_tokens")
 
 
 def test_a_full_record() -> None:

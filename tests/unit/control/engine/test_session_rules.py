@@ -224,6 +224,13 @@ def test_an_extended_cap_stays_so_over_a_snapshot(
     assert made.life("a").think_tokens == cap
 
 
+def test_a_cap_that_only_is_as_long_as_an_extended_one_gives_way_to_a_lower_one() -> None:
+    made = play(stream(EXTENDING), opens("a"), 10)
+    made = reconnected(made, policy(scheduler={**EXTENSIBLE, "max_think_tokens": 70}, entropy={"enabled": False}))
+    made.step()
+    assert made.caps() == {"a": 70}
+
+
 def test_a_probe_near_the_cap_that_the_engine_refuses_is_asked_for_again() -> None:
     made = stream(EXTENDING)
     made.agent.empty_answer = True
