@@ -422,7 +422,12 @@ class RequestTable(Columns):
     def forget_ends(self) -> None:
         """Forget the rules that ended thinking or fired in shadow, so that all rules are asked again, but for the ends
         that a snapshot has listed under way."""
+        listed = self.listed_ends()
+        kept = self.end_decided[listed]
         self.end_decided[:] = self.shadow_decided[:] = 0
-        for slot, info in self.requests():
-            if info.ending and not self.ended[slot]:
-                self.restore_end(slot, info.ending)
+        self.end_decided[listed] = kept
+
+    def listed_ends(self) -> list[int]:
+        """Return the slots of the requests whose forced end a snapshot has listed under way and that have not ended."""
+        ending = [slot for slot in self.end_decided.nonzero()[0].tolist() if not self.ended[slot]]
+        return [slot for slot in ending if (info := self.info[slot]) is not None and info.ending]

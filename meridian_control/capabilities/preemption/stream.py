@@ -142,6 +142,7 @@ class Preemption(Part):
             if victims is None:
                 forces = self._ledger.forces.items()
                 ending = [each for each, force in forces if force.outcome == agent_pb2.OUTCOME_UNSPECIFIED]
+                ending += self._table.listed_ends()
                 chosen = rule.victims(turn.groups, self._table, ending).tolist()
                 victims = [each for each in chosen if each not in self._waiting][:MOST_VICTIMS]
             is_open = claim is not None and claim.decision.outcome == agent_pb2.OUTCOME_UNSPECIFIED

@@ -124,6 +124,14 @@ def test_a_request_whose_end_is_under_way_may_not_be_preempted_until_the_engine_
     assert again.victims == [0]
 
 
+def test_a_request_whose_end_a_snapshot_lists_under_way_may_not_be_preempted() -> None:
+    made = Made()
+    ends = made.thinker(0, 300, ending=agent_pb2.FORCE_REASON_EAT)
+    made.send(snapshot=agent_pb2.Snapshot(step=5, requests=[ends, made.thinker(1, 400)]))
+    (preempt,) = made.said_preempts(opened=[made.waiter()])
+    assert preempt.victims == [1]
+
+
 def test_another_policy_takes_back_what_is_in_force() -> None:
     made = Made()
     (first,) = made.said_preempts(opened=[made.waiter()])
