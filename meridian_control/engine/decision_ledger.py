@@ -156,9 +156,6 @@ class Ledger:
                 settled.append(self._finish(decision, outcome, reported.think_tokens, reported.detail[:MAX_TEXT]))
                 if decision.kind == "probe" and self.concerns(decision):
                     slot = decision.slot
-                elif outcome == agent_pb2.OUTCOME_AGENT_OFF and self.forces.get(decision.slot or 0) is decision:
-                    # The lease has lapsed, so that the rules are asked again.
-                    self._table.put(decision.slot, end_decided=0)
                 elif step is not None and decision.kind in AT_ONCE and outcome == agent_pb2.OUTCOME_APPLIED:
                     self._count_age(step - decision.step)
             probed.append(slot)

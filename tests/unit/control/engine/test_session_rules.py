@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core import directives
 from meridian_control.capabilities.gateway.stream import REFUSED_TOTAL
 from meridian_control.engine.effective_policies import ROOM
 from meridian_control.engine.step_cost import WARM_STEPS
@@ -306,21 +305,6 @@ def test_a_forced_end_that_a_new_stream_finds_under_way_counts_for_its_rule(
     made.step(10)
     assert made.session.totals.ends == {"eat": 1}
     assert made.session.totals.decisions["force/eat"] == 0, "the rule is not asked again"
-
-
-def test_a_forced_end_that_a_lapsed_lease_drops_is_decided_again() -> None:
-    made = stream(policy(scheduler=EARLY, entropy=RULES))
-    made.agent.eat_nats = 2.0
-    made.open("a")
-    made.step(8)
-    made.agent.eat_nats = 0.01
-    while not made.step().forces:
-        pass
-    made.agent.engine.directives.drop(directives.RULES)
-    assert len(made.step(3).forces) == 1
-    made.step(3)
-    assert made.session.totals.ends == {"eat": 1}
-    assert made.session.totals.outcomes["agent_off"] == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- hold
