@@ -44,7 +44,8 @@ class RefusedClasses(Part):
         self._lists = False
 
     def opened(self, slots: Sequence[int]) -> None:
-        # A snapshot lists requests that wait, which were counted when they began.
+        # A snapshot lists requests that wait, which were counted when they began. Those that began without a stream are
+        # not counted, as in `meridian_requests_total`.
         for slot in slots if not self._lists else ():
             info = self._stream.table.info[slot]
             # A request that already has tokens was counted before.
