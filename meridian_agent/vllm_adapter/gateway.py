@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# Name of `user` in the sampling parameters on their way through vLLM's front end; its value is bytes, which no client can
-# write, because JSON has none.
+# Name of `user` in the sampling parameters on their way through vLLM's front end; its value is bytes, which no client
+# can write, because JSON has none.
 GIVEN_USER = "meridian_user"
 WITHOUT = "requests have no tenant and no SLO class"
 # The sender of the HTTP request that a task serves, without keys and tokens: tasks that live on, such as the one that
