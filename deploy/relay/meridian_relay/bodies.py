@@ -234,8 +234,9 @@ def next_body(
     xargs = {name: value for name, value in own.get("vllm_xargs", {}).items() if name not in {*THINK_LIMITS, CANDIDATE}}
     xargs["meridian_prompt_tokens"] = len(progress.prompt)
     xargs.setdefault(CHAT_MARK, 1)
-    if effort := own.get("reasoning_effort"):
-        xargs.setdefault(EFFORT, effort)
+    said = own.get("reasoning_effort") or own.get("chat_template_kwargs", {}).get("reasoning_effort")
+    if isinstance(said, str):
+        xargs.setdefault(EFFORT, said)
     if ref:
         xargs["meridian_handover"] = ref
     if progress.thinking:

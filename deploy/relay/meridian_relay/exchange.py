@@ -226,14 +226,14 @@ class Exchange:
         # An engine cannot find a stop string that began in the content before its first token.
         stops = () if self._text.content else self._request.stops
         self._engine_text = bool(stops)
-        separated = not self._progress.thinking
+        whole = bool(stops) and not self._progress.thinking
         body = next_body(self._request, self._progress, left=left, ref=ref, kv_transfer_params=params, stops=stops)
         try:
             async with aclosing(self._engines.chunks(url, COMPLETIONS, body, self._headers)) as chunks:
                 async for chunk in chunks:
                     if chunk["choices"]:
                         self._note_second_leg(url, params is not None)
-                        await self._take(chunk["choices"][0], bool(stops) and separated)
+                        await self._take(chunk["choices"][0], whole)
                     if self._finished:
                         return
         except Refused as refused:

@@ -111,10 +111,13 @@ class ReceivedText:
         """Return the text that the engine had and did not send, with the end marker if it is part of that text.
 
         `full` is the text of all generated tokens. The result is None if the received text is not a part of `full`, as
-        with a parser that changes the text. Otherwise it begins with the text that `feed` holds back, which it forgets.
+        with a parser that changes the text. Otherwise it begins with the text before the marker that `feed` holds back,
+        which it forgets.
         """
         thought, mark, answer = full.removeprefix(start_marker(self.marker)).partition(self.marker)
         if not self.content:
+            if self._split and self._split.over:
+                return answer if mark else None
             rest = _rest(thought, self.reasoning)
             if rest is not None and self._split:
                 self._split.flush()

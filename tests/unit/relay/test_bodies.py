@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meridian_relay.bodies import HANDOVER, HandoverTarget, carried, continuation_of
+from meridian_relay.bodies import HANDOVER, HandoverTarget, Progress, carried, continuation_of, next_body
 
 MARKER = "</think>"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -83,3 +83,20 @@ def test_an_instruction() -> None:
     for wrong in ({"kv_transfer_params": 5}, {"expires_ms": "soon"}):
         assert continuation_of(HANDOVER + json.dumps(fields | wrong)) == HandoverTarget()
     assert continuation_of(HANDOVER + "{}") == continuation_of(HANDOVER + "5") == HandoverTarget()
+
+
+@pytest.mark.parametrize(
+    ("fields", "effort"),
+    [
+        ({"reasoning_effort": "low"}, "low"),
+        ({"chat_template_kwargs": {"reasoning_effort": "high"}}, "high"),
+        ({"reasoning_effort": "low", "vllm_xargs": {"meridian_effort": "own"}}, "own"),
+        ({"chat_template_kwargs": {"reasoning_effort": 3}}, None),
+        ({}, None),
+    ],
+)
+def test_the_effort_counts_on_the_next_engine(fields: dict[str, Any], effort: str | None) -> None:
+    request = carried(json.dumps({"messages": MESSAGES} | fields).encode(), MARKER)
+    assert request is not None
+    body = next_body(request, Progress(), left=5, ref="", kv_transfer_params=None, stops=())
+    assert body["vllm_xargs"].get("meridian_effort") == effort

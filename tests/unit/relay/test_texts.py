@@ -70,6 +70,14 @@ def test_text_that_an_engine_held_back(reasoning: str, content: str, full: str, 
     assert text.missing(full) == missing
 
 
+def test_a_marker_that_has_come_is_no_missing_text() -> None:
+    """An engine that finds the stop strings holds back the text after the marker, and its stream breaks there."""
+    text = ReceivedText(MARKER, ["end"], include=False)
+    assert text.feed(f"foo{MARKER}", thinking=True) == ("foo", "", None)
+    assert text.missing(f"foo{MARKER}ab") == "ab"
+    assert text.missing("foo") is None
+
+
 @pytest.mark.parametrize(("stop", "found"), [("think", True), (">\n", True), ("a<", True), ("a</think>", True)])
 def test_stop_strings_that_a_marker_can_complete(stop: str, found: bool) -> None:
     assert touches(stop, MARKER) is found
