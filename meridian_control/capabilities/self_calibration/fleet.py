@@ -196,7 +196,8 @@ class SelfCalibration(FleetPart):
         if not (is_on or has_rule) and (learner is None or learner.rule is None):
             return
         before, learner = learner, learner or Learner.new(traffic, now)
-        probing, obstacle = rules.probing(current.policy, own, who), rules.obstacle(own, who)
+        obstacle = rules.obstacle(own, who)
+        probing = rules.probing(current.policy, own, who, rules.conflicts(own, who))
         if not is_on:
             learner = await self._withdraw(learner, newest, current, "entropy.self_calibration is false")
         elif learner.state is State.ROLLING_OUT:

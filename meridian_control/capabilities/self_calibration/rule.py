@@ -10,6 +10,8 @@ from meridian_control.policy.model import MAX_OVERRIDES, Override
 from meridian_control.rollout.plan import Plan, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from meridian_control.capabilities.self_calibration.learner import Rule
     from meridian_control.policy.model import Policy, Who
 
@@ -55,13 +57,14 @@ def ruled(policy: Policy) -> list[str]:
     return [override.traffic for override in policy.override if override.traffic]
 
 
-def probing(policy: Policy, own: Policy, who: Who) -> str:
-    """Return how the requests of a traffic are probed, as a text that differs where EAT would. own: the policy that
-    holds for the traffic without a rule that was found by itself."""
+def probing(policy: Policy, own: Policy, who: Who, conflicts: Sequence[str] = ()) -> str:
+    """Return how requests are probed, as a text that differs where EAT would. own: the policy that holds for them
+    without a rule that was found by itself. conflicts: those of a whole traffic, of which some requests are probed
+    otherwise."""
     entropy, model = own.entropy, policy.model.get(who.model)
     placed = entropy.eat_probe_interval_tokens, entropy.eat_probe_placement, entropy.eat_probe_max_rank
     prefix = model.eat_answer_prefix if model is not None else ""
-    return json.dumps([*placed, own.scheduler.min_think_tokens, prefix, *_conflicts(own, who)])
+    return json.dumps([*placed, own.scheduler.min_think_tokens, prefix, *conflicts])
 
 
 def obstacle(own: Policy, who: Who) -> str:
@@ -71,14 +74,14 @@ def obstacle(own: Policy, who: Who) -> str:
         return "entropy.holdout_share is 0, so no request is recorded"
     if own.entropy.rank_conditions:
         return "entropy.rank_conditions would come into force with the rule, and cannot be switched off for one traffic"
-    if conflicts := _conflicts(own, who):
-        return f"{conflicts[0]}, so that the rule would not hold as it is proved"
+    if found := conflicts(own, who):
+        return f"{found[0]}, so that the rule would not hold as it is proved"
     if len(own.override) >= MAX_OVERRIDES:
         return f"the policy has {MAX_OVERRIDES} overrides, and no room for that of a rule"
     return ""
 
 
-def _conflicts(own: Policy, who: Who) -> list[str]:
+def conflicts(own: Policy, who: Who) -> list[str]:
     """Return in words which values of people's overrides would change a rule, or the probes of some requests only."""
     found = []
     for override in own.override:

@@ -147,7 +147,8 @@ def test_overrides_that_would_change_a_rule_keep_it_from_being_found(override: d
     base = policy(override=[override])
     assert said in rules.obstacle(base, WHO)
     assert bool(said) == bool(rules.obstacle(base, WHO))
-    assert bool(said) == (rules.probing(base, base, WHO) != rules.probing(policy(), policy(), WHO))
+    probing = rules.probing(base, base, WHO, rules.conflicts(base, WHO))
+    assert bool(said) == (probing != rules.probing(policy(), policy(), WHO))
 
 
 def test_a_small_fleet_gets_a_rule_at_once() -> None:
