@@ -116,6 +116,7 @@ def capabilities(scheduler: Scheduler, entropy: bool, facts: EngineFacts) -> age
         dispatch=True,
         reclaim=caching and one_group,
         template_strips_think=facts.later_turns.has_template,
+        hand_over=not facts.no_hand_over,
         answer_handed_over=not facts.no_answer_handed_over,
         queueing_time=True,
         preempt=not facts.no_preempt,

@@ -306,7 +306,6 @@ class Lifecycle:
         hello.kv_connector, hello.kv_role = kv_connectors.connector_and_role(config)
         hello.no_preempt = self._facts.no_preempt
         hello.no_hand_over, hello.no_answer_handed_over = no_hand_over, self._facts.no_answer_handed_over
-        hello.capabilities.hand_over = not no_hand_over
         if 0 < rest_s < math.inf:
             hello.recover_ms = math.ceil(rest_s * 1e3)
         return hello

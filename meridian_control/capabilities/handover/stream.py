@@ -202,9 +202,9 @@ class EngineHandovers(Part):
             return "disagg.enabled is false"
         if not policy.thinks(hello.labels):
             return "it is not in disagg.thinking_pool"
-        if not hello.capabilities.hand_over:
-            return hello.no_hand_over or "the engine lacks hand_over"
-        return hello.unknown_markers or rule.no_fabric(policy, hello.kv_connector)
+        lacking = "" if hello.capabilities.hand_over else "the engine lacks hand_over"
+        # With the capability, which a policy needs, the markers that the policy itself may change are in the way.
+        return hello.no_hand_over or lacking or hello.unknown_markers or rule.no_fabric(policy, hello.kv_connector)
 
     def _tell(self, move: rule.Move, out: agent_pb2.Directives) -> None:
         before = self._made.pop(move.slot, None)

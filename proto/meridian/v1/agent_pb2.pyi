@@ -767,7 +767,9 @@ class Hello(_message.Message):
     environment, empty if that is not set.
     """
     no_hand_over: _builtins.str
-    """Reason why the engine cannot hand requests over; empty if Capabilities.hand_over is set."""
+    """Reason why the engine cannot hand requests over; empty if it can. With Capabilities.hand_over set this is its end
+    marker, which a policy may change.
+    """
     no_answer_handed_over: _builtins.str
     """Reason why the engine cannot answer requests that other engines hand over; empty if Capabilities.answer_handed_over
     is set.
