@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meridian_agent.core.step_record import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from meridian.v1 import agent_pb2
 
@@ -63,6 +63,11 @@ class Preempts:
             message.recomputed_tokens_per_s,
             message.max_wait_ms / 1e3,
         )
+
+    def put_last(self, lives: Iterable[LiveRequest]) -> None:
+        """Let these requests stand behind all others, which then have their turn first."""
+        for live in lives:
+            self.claims[live] = self.claims.pop(live)
 
     def settle(self, live: LiveRequest, outcome: Outcome | None, detail: str = "") -> None:
         """End the decision about a request, if there is one, with this outcome; None reports no outcome."""

@@ -107,6 +107,8 @@ class Preemption:
             return 0, 0
         served: list[Request] = []
         others: list[Request] = []
+        # Those that lack something and for which no others were preempted.
+        in_vain: list[LiveRequest] = []
         taken_places = taken_blocks = lacking = 0
         blocks = preemption_api.free_blocks(scheduler)
         for live, claim, needed in ready:
@@ -114,12 +116,15 @@ class Preemption:
             if places < 1 or blocks < needed:
                 lacking += 1
                 if lacking > MOST_LACKING:
+                    self._preempts.put_last(in_vain)
                     break
                 victims = self._victims(scheduler, claim, 1 - places, needed - blocks)
                 places += len(victims)
                 blocks += sum([victim.blocks for victim in victims])
                 if self._carry_out(scheduler, live, victims):
                     group = served
+                else:
+                    in_vain.append(live)
             fits = places >= 1 and blocks >= needed
             if fits:
                 places, blocks = places - 1, blocks - needed
@@ -138,12 +143,14 @@ class Preemption:
         KV blocks that it needs; refuse those whose prompts are too long."""
         if scheduler_api.is_paused(scheduler):
             return
-        fits = scheduler_api.adapters_fit(scheduler)
+        fits: bool | None = None
         for live, claim in list(self._preempts.claims.items()):
             if live.ref not in waiting or not request_api.is_ready(live.ref):
                 continue
-            if live.ref.lora_request is not None and not fits:
-                continue
+            if live.ref.lora_request is not None:
+                fits = scheduler_api.adapters_fit(scheduler) if fits is None else fits
+                if not fits:
+                    continue
             needed, uncached = preemption_api.needs(scheduler, live.ref)
             if 0 < claim.max_prompt_tokens < uncached:
                 why = f"{uncached} prompt tokens are not cached, and max_prompt_tokens is {claim.max_prompt_tokens}"

@@ -296,6 +296,19 @@ def test_a_step_looks_at_few_of_many_waiting_requests(places: int, may_grow: boo
     assert engine.scheduler.kv_cache_manager.enable_kv_cache_events
 
 
+def test_requests_that_lack_too_much_take_no_turn_of_others() -> None:
+    engine = crowded()
+    for name in map(str, range(MOST_LACKING)):
+        engine.add(name, 0, Phase.PROMPT)
+        engine.decide(name, max_preemptions=0)
+    engine.add("small", 0, Phase.PROMPT)
+    engine.decide("small")
+    engine.obey()
+    assert not engine.told
+    assert engine.obey()[0] == "small"
+    assert [outcome for _, outcome, *_ in engine.told] == [Outcome.APPLIED]
+
+
 def test_a_prompt_that_is_too_long() -> None:
     engine = crowded()
     engine.tracker.by_id["w"].ref.num_tokens = 500
