@@ -59,6 +59,9 @@ logger = logging.getLogger("vllm.meridian")
 SENTENCE_TOKENS = 512
 # Seconds between two snapshots while live requests are read again, because each snapshot has all live requests.
 RESYNC_S = 1.0
+# Steps of a pipeline without a measurement after which the sender hears that nothing is measured: more than it has
+# stages.
+UNASKED_STEPS = 16
 
 
 class Agent:
@@ -104,6 +107,8 @@ class Agent:
         # The newest step's request to the workers, None for none; and whether it stays the same in calm steps.
         self._asked: WorkerRequest | None = None
         self._asks_same = False
+        # Number of the newest steps in a row for which the workers were asked for nothing, without unchanged ones.
+        self._unasked = UNASKED_STEPS
         # Cap of new requests; their answer reserves, as in Tracker.limit_new; and the parts of the directives whose
         # lease has run out.
         self.default_cap: int | None = None
@@ -504,15 +509,15 @@ class Agent:
                 self.accounts.prefills.append(output.total_num_scheduled_tokens - requests)
             return
         self._asked = None
-        reads = self.observe_entropy and tracker.markers.known and not self.frozen
-        # In a pipeline the steps take turns, so the sender hears of all live requests, the workers of the step's own.
-        measures = reads and len(tracker.unmeasured_ids) < len(tracker.by_id)
-        if measures:
+        if self.observe_entropy and tracker.by_id and tracker.markers.known and not self.frozen:
             end, probes = tracker.markers.ends[0][0], self.probing.placed
             self._asked = self._asking.request(end, scheduled.keys(), tracker.unmeasured_ids, probes)
             if self._asked is not None:
                 setattr(output, REQUEST, self._asked)
-        self._tell_sender(measures)
+        self._unasked = 0 if self._asked is not None else self._unasked + 1
+        # A step without some of the running requests may be one of a pipeline, whose batches take turns.
+        is_part = requests < len(scheduler.running) and self._unasked < UNASKED_STEPS
+        self._tell_sender(measures=is_part or not self._unasked)
         self._asks_same = self._asked is None or self._asked[2] is None
         self.accounts.scheduled(output)
         # With this flag vLLM waits for the previous step, and fails if there is none.
@@ -528,8 +533,8 @@ class Agent:
         self.calm.scheduled(len(scheduled))
 
     def _tell_sender(self, measures: bool) -> None:
-        """Tell the sender whether the workers measure a live request. If none was measured before, the records that
-        wait may wait for more steps than later ones will, so the step is sent at once."""
+        """Tell the sender whether the workers measure something in these steps. If they did not before, the records
+        that wait may wait for more steps than later ones will, so the step is sent at once."""
         if measures and not self._outbox.measures and self.lease.merge_unmeasured:
             self.tracker.record.urgent = True
         self._outbox.measures = measures

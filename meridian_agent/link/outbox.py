@@ -73,7 +73,7 @@ class Outbox:
         # report.
         self.sparse_columns = self.snapshot_parts = False
         self.bounds = Bounds()
-        # Whether the workers measure a live request. Set on the engine's thread.
+        # Whether the workers measure something in the newest steps. Set on the engine's thread.
         self.measures = False
         # Largest number of tokens that a request generates in a step.
         self.step_tokens = 1

@@ -35,6 +35,7 @@ def scheduler_of() -> Any:
         block_size=16,
         num_spec_tokens=0,
         policy="fcfs",
+        running=[],
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False),
         vllm_config=config,
     )
@@ -169,9 +170,11 @@ def test_batches_of_a_pipeline_that_take_turns_make_no_step_urgent(agent: Agent)
     agent.tracker.take_record()
     urgent = []
     for name in ("answers", "thinks", "answers", "thinks"):
-        agent.after_schedule(scheduler_of(), scheduled({name: 1}))
+        scheduler = scheduler_of()
+        scheduler.running = [*agent.tracker.by_id]
+        agent.after_schedule(scheduler, scheduled({name: 1}))
         urgent.append(agent.tracker.take_record().urgent)
-    assert urgent == [True, False, False, False]
+    assert urgent == [False, True, False, False]
 
 
 def test_a_new_request_is_reported_sooner_where_a_step_has_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
