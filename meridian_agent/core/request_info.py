@@ -191,8 +191,9 @@ def _extra(request: Request, name: str) -> object:
 
 
 def is_probe(request_id: str) -> bool:
-    """Whether a request runs an EAT probe. No client's id is that of a probe, whatever the client chooses, because vLLM
-    appends characters that are no digits."""
+    """Whether a request runs an EAT probe. No client's id is that of a probe, whatever the client chooses, because
+    vLLM's server puts letters before it or appends a hyphen with other characters. A program that calls vLLM itself,
+    with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, chooses its whole ids."""
     return request_id.startswith(PROBE_PREFIX) and request_id[len(PROBE_PREFIX) :].isdecimal()
 
 
