@@ -25,35 +25,26 @@ class TooFewRequests(Exception):  # noqa: N818 - the name is the condition
     """A trace has too few requests or groups to calibrate on; the message has the numbers."""
 
 
-def first_half(request_id: str, split: int = 0) -> bool:
-    """Whether thresholds are chosen on this request; the answer depends on id and split alone, so all runs agree."""
-    return _digest(request_id, split)[0] % 2 == 0
-
-
-def _digest(name: str, split: int) -> bytes:
-    return hashlib.sha256((f"{split} {name}" if split else name).encode()).digest()
-
-
 def halved(
     ids: Sequence[str], judge: Judge, split: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
     """Return the judged requests of both halves, and by request the number of its group, or its own number.
 
-    Requests are divided by the hashes of their ids. Groups are ordered by the hashes of their names and divided evenly,
-    because there may be few of them. Raises TooFewRequests.
+    The judged groups, or requests without groups, are ordered by the hashes of their names and divided evenly, because
+    there may be few of them. Raises TooFewRequests.
     """
-    groups, judged = judge.groups, ~np.isnan(judge.natural)
-    unit = np.unique(groups, return_inverse=True)[1] if groups else np.arange(len(ids))
-    if groups:
-        names = sorted({groups[number] for number in np.flatnonzero(judged)}, key=lambda name: _digest(name, split))
-        chosen = set(names[: len(names) // 2])
-        first = np.array([group in chosen for group in groups], bool)
-        if len(chosen) < MIN_GROUPS:
-            sizes = f"there are {len(chosen)}, {len(names) - len(chosen)}"
-            raise TooFewRequests(f"{MIN_GROUPS} groups of requests are needed in each half; {sizes}")
-    else:
-        first = np.array([first_half(request_id, split) for request_id in ids], bool)
-    fit, held_out = np.flatnonzero(judged & first), np.flatnonzero(judged & ~first)
+    names, judged = judge.groups or ids, np.flatnonzero(~np.isnan(judge.natural))
+    ordered = sorted({names[number] for number in judged}, key=lambda name: _digest(name, split))
+    chosen = set(ordered[: len(ordered) // 2])
+    if judge.groups and len(chosen) < MIN_GROUPS:
+        sizes = f"there are {len(chosen)}, {len(ordered) - len(chosen)}"
+        raise TooFewRequests(f"{MIN_GROUPS} groups of requests are needed in each half; {sizes}")
+    first = np.array([names[number] in chosen for number in judged], bool)
+    fit, held_out = judged[first], judged[~first]
     if min(len(fit), len(held_out)) < MIN_REQUESTS:
         raise TooFewRequests(f"{MIN_REQUESTS} requests are needed in each half; there are {len(fit)}, {len(held_out)}")
-    return fit, held_out, unit
+    return fit, held_out, np.unique(names, return_inverse=True)[1]
+
+
+def _digest(name: str, split: int) -> bytes:
+    return hashlib.sha256((f"{split} {name}" if split else name).encode()).digest()

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meridian_control.capabilities.self_calibration.episodes import Episode
+from meridian_control.capabilities.self_calibration.learner import fewest
 from meridian_control.common.look import percent
 from meridian_control.common.table_columns import CONFIRM_HISTORY, RANK_HISTORY
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.candidates import CONFIRMATIONS, eat_rule
 from meridian_control.offline.correctness import AnswersAlikeError, check_answers_differ, from_probes
 from meridian_control.offline.episodes import Episodes
-from meridian_control.offline.halves import TooFewRequests
+from meridian_control.offline.halves import MIN_REQUESTS
 from meridian_control.offline.rule_replay import EAT_SENTENCE, Replay, StoppingRule
 from meridian_control.policy.effects import probe_lead_tokens
 from meridian_control.policy.model import Policy
@@ -88,7 +89,8 @@ def episodes_of(rows: Sequence[Episode], from_tokens: int) -> Episodes:
 
 def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
     """Calibrate on episodes. Return the number of judged `requests`, and the proved `rule` or `why` none is proved; and
-    whether only later requests can prove one (`anew`).
+    whether only later requests can prove one (`anew`). Where too few can be judged for any rule to be proved, the
+    result has the number that is `missing` instead.
 
     base: the policy that holds for the requests without a rule found by itself.
     """
@@ -102,10 +104,9 @@ def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
         check_answers_differ(episodes)
     except AnswersAlikeError as error:
         return {"requests": requests, "why": str(error), "anew": True}
-    try:
-        result = calibrate(replay, goal, families=[EAT_SENTENCE], unattended=True)
-    except TooFewRequests as error:
-        return {"requests": requests, "why": str(error)}
+    if (missing := max(fewest(goal.attempt, goal.max_loss), 2 * MIN_REQUESTS) - requests) > 0:
+        return {"requests": requests, "missing": missing}
+    result = calibrate(replay, goal, families=[EAT_SENTENCE], unattended=True)
     if (point := result.recommended) is None:
         if result.best is None:
             return {"requests": requests, "why": "no rule is expected to save anything"}

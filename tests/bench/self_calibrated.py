@@ -78,7 +78,7 @@ def split_of(replay: Recorded, rows: list[Episode], max_loss: float, split: int)
         return {"why": "no request has a probe near the end of its thinking"}
     found = work({"base": base.model_dump_json(), "episodes": told, "max_loss": max_loss, "attempt": 1})
     if (rule := found.get("rule")) is None:
-        return {"why": found["why"]}
+        return {"why": found.get("why") or f"a proof needs {found['missing']} more requests"}
     real = Replay(episodes_of(rows, rule["floor_tokens"]), replay.judge, base, DELAY_TOKENS)
     stops, natural = real.stops(stopping_rule(rule["entropy"])), replay.episodes.natural_tokens
     spent = np.minimum(stops.at_tokens, natural) + stops.probes * real.cost_tokens

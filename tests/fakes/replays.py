@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from meridian_control.offline.calibration import Goal
 from meridian_control.offline.correctness import from_labels, from_probes
 from meridian_control.offline.episodes import collect
+from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import Replay
 from meridian_control.policy import model as schema
 from tests.fakes import traces
@@ -55,6 +56,12 @@ def replay(
     if labelled:
         judge = from_labels(traces.write_labels(folder / "labels.jsonl", requests), episodes)
     return Replay(episodes, judge, base or schema.Policy(), delay_tokens=2)
+
+
+def second_half(replayed: Replay, split: int = 0) -> set[str]:
+    """Return the ids of the requests that choose no rule."""
+    ids = replayed.episodes.ids
+    return {ids[number] for number in halved(ids, replayed.judge, split)[1]}
 
 
 def separating(found: Calibration) -> set[str]:

@@ -215,23 +215,27 @@ class SelfCalibration(FleetPart):
             learner = learner.probed(probing, newest.number)
             recorded = await self._store.count(traffic, learner.after)
             if not obstacle and learner.is_due(recorded, own.entropy.max_loss, now):
-                learner = await self._attempt(learner, own, current)
+                learner = await self._attempt(learner, recorded, own, current)
         if learner != before:
             await self._store.save(learner)
             self._states[traffic], self._is_known = learner.state, True
 
-    async def _attempt(self, learner: Learner, own: Policy, current: StoredRevision) -> Learner:
-        """Calibrate, and begin the rollout of the rule that is proved."""
+    async def _attempt(self, learner: Learner, recorded: int, own: Policy, current: StoredRevision) -> Learner:
+        """Calibrate, and begin the rollout of the rule that is proved. recorded: number of the requests that count."""
         assert self._store is not None
         store, max_loss = self._rollouts.store, own.entropy.max_loss
-        if self._rests(learner.traffic) or await store.active() is not None:
-            return learner
-        if (engines := await self._connected()) is None:
+        if (
+            self._rests(learner.traffic)
+            or await store.active() is not None
+            or (engines := await self._connected()) is None
+        ):
             return learner
         last, episodes = await self._store.read(learner.traffic, learner.after, MAX_EPISODES)
         goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
         found = await self._result(learner.traffic, _task(own, episodes) | goal)
         now = self._clock()
+        if "missing" in found:
+            return learner.short(found["requests"], recorded, found["missing"], last, now)
         if "rule" not in found:
             logger.info("no rule is safe for %s: %s", learner.traffic, found["why"])
             anew = bool(found.get("anew"))

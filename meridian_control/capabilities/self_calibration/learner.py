@@ -115,6 +115,14 @@ class Learner(Value):
             tried=self._tried(now, requests, why),
         )
 
+    def short(self, requests: int, recorded: int, missing: int, newest: int, now: datetime) -> Self:
+        """Note that no rule was tried, because only so many of the recorded requests can be judged, and some are
+        missing. newest: number of the newest episode."""
+        if (needed := recorded + missing) <= MAX_EPISODES:
+            return self._with(needed=needed)
+        why = f"{requests:,} of {recorded:,} requests can be judged, and {missing:,} more are needed"
+        return self.refused(requests, why, newest, now, anew=True)
+
     def proved(self, rule: Rule, requests: int, rollout_id: int, now: datetime) -> Self:
         """Note that an attempt has proved a rule, whose rollout has begun."""
         tried = self._tried(

@@ -162,6 +162,20 @@ async def test_a_rule_is_found_rolled_out_watched_and_withdrawn(control: Control
     assert (row.recorded_requests, row.needed_requests) == (0, fewest(2, 0.02))
 
 
+async def test_a_request_that_is_recorded_twice_takes_no_attempt(control: Control) -> None:
+    """A request may close on two replicas, one of which has lost its stream."""
+    await apply(control, ASKED)
+    part = control.fleet.part(SelfCalibration)
+    for episode in EASY.episodes(random.Random(1), 1):
+        part.record(WHO.traffic, episode)
+    await records(control, EASY, fewest(1, 0.02) - 1)
+    row = await found(control)
+    assert (row.state, row.attempts, row.needed_requests) == ("recording", 0, fewest(1, 0.02) + 1)
+    await records(control, EASY, 1, seed=2)
+    row = await found(control)
+    assert (row.state, row.attempts, row.proved_on_requests) == ("rolling out", 1, fewest(1, 0.02))
+
+
 async def test_nothing_is_recommended_where_nothing_is_safe(control: Control) -> None:
     await apply(control, ASKED)
     await records(control, MISLED, ENOUGH)

@@ -181,7 +181,7 @@ def test_the_command_with_files_it_cannot_use(tmp_path: Path) -> None:
     why = f"{empty}: is empty: a trace has records from its beginning on\n"
     assert (result.exit_code, result.stderr) == (INVALID, why)
     result = run(good)
-    assert (result.exit_code, result.stderr) == (FAILED, "10 requests are needed in each half; there are 1, 3\n")
+    assert (result.exit_code, result.stderr) == (FAILED, "10 requests are needed in each half; there are 2, 2\n")
     # Without labels too, a request that counts twice would prove more than was recorded.
     result = run(good, good)
     why = f"{good}: cannot be used: the traces hold several requests with the id "

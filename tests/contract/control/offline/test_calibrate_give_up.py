@@ -17,14 +17,13 @@ from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.calibration_report import report, second_threshold
 from meridian_control.offline.candidates import give_ups, loosened, single_rules
 from meridian_control.offline.correctness import from_labels, from_probes
-from meridian_control.offline.halves import first_half
 from meridian_control.offline.rule_replay import EAT_SENTENCE, GIVE_UP, RANK, Replay, StoppingRule, either
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.policy import schema as sections
 from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
-from tests.fakes.replays import GOAL, recorded_in
+from tests.fakes.replays import GOAL, recorded_in, second_half
 from tests.fakes.tables import add_sample
 from tests.unit.control.offline.test_rule_replay import sentence_ends
 
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
 # Only EAT tells.
 ONLY_EAT = {"rank": "noise", "same": "noise"}
+# A split in which the first half has enough hopeless requests for the choice of a give-up rule.
+SPLIT = 1
 
 
 def is_hopeless(request: traces.MadeUp) -> bool:
@@ -146,7 +147,7 @@ def test_a_loosened_give_up_rule_begins_sooner_at_a_lower_level() -> None:
 def test_hopeless_requests_are_given_up_and_the_loss_of_both_rules_is_proved(tmp_path: Path) -> None:
     requests = mixed(140, **ONLY_EAT)
     replayed = replay(tmp_path, requests)
-    found = calibrate(replayed, GOAL)
+    found = calibrate(replayed, GOAL, SPLIT)
     assert found.recommended is not None
     assert found.second is not None
     figures, first = found.second.together.held_out, found.recommended.held_out
@@ -171,11 +172,12 @@ def test_hopeless_requests_are_given_up_and_the_loss_of_both_rules_is_proved(tmp
 def test_what_is_not_proved_on_the_other_half_stays_in_shadow(tmp_path: Path) -> None:
     """In the second half the requests with a high EAT are right in the end, which the first half cannot tell."""
     requests = mixed(140, **ONLY_EAT)
+    second = second_half(replay(tmp_path / "before", requests), SPLIT)
     for request in requests:
-        if not first_half(request.request_id) and is_hopeless(request):
+        if request.request_id in second and is_hopeless(request):
             request.natural_right, request.settled_tokens = True, max(request.probes)
     replayed = replay(tmp_path, requests)
-    found = calibrate(replayed, GOAL)
+    found = calibrate(replayed, GOAL, SPLIT)
     assert found.second is not None
     assert found.second.together.held_out.harm_bound > 0.1 >= found.second.together.fit.harm_bound
     assert (found.second.proved, found.second.in_force) == (False, False)

@@ -15,7 +15,7 @@ from meridian_control.offline import calibration_report as frontier
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.candidates import loosened, paired, single_rules
 from meridian_control.offline.correctness import from_labels
-from meridian_control.offline.halves import first_half, halved
+from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
@@ -31,7 +31,7 @@ from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import model as schema
 from meridian_control.policy.schema import RankCondition
 from meridian_control.policy.section import INT32_MAX
-from tests.fakes.replays import GOAL, REQUESTS, made, recorded_in, replay, separating
+from tests.fakes.replays import GOAL, REQUESTS, made, recorded_in, replay, second_half, separating
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
@@ -295,8 +295,9 @@ def test_only_what_is_proved_is_recommended(tmp_path: Path) -> None:
 def test_a_rule_that_the_other_half_does_not_prove_stays_in_shadow(tmp_path: Path) -> None:
     """In the second half answers become right only at the end of the thinking, which the first half cannot tell."""
     requests = made()
+    second = second_half(replay(tmp_path / "before", requests))
     for request in requests:
-        if not first_half(request.request_id):
+        if request.request_id in second:
             request.settled_tokens = max(request.probes)
     replayed = replay(tmp_path, requests)
     found = calibrate(replayed, GOAL)

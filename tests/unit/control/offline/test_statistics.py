@@ -10,7 +10,6 @@ import pytest
 from scipy import special  # type: ignore[import-untyped]
 
 from meridian_control.common.inference import binomial_upper, confidence_of, needed_to_prove
-from meridian_control.offline.halves import first_half
 from meridian_control.offline.statistics import Area, mean_bound
 
 
@@ -75,8 +74,3 @@ def test_the_area_is_the_same_whether_boundaries_or_scores_are_summed() -> None:
     assert counted._counts
     summed._counts.clear()
     assert counted(weights) == pytest.approx(summed(weights))
-
-
-def test_the_halves_are_about_equal() -> None:
-    firsts = sum(first_half(f"chatcmpl-{n}") for n in range(1000))
-    assert 450 < firsts < 550

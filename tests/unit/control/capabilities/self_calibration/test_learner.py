@@ -80,6 +80,15 @@ def test_an_attempt_that_saw_nothing_is_followed_by_one_on_later_requests() -> N
     assert mended.is_due(fewest(1, LOSS), LOSS, NOW)
 
 
+def test_requests_that_cannot_be_judged_are_no_attempt() -> None:
+    short = learner().short(364, 366, 2, 17, NOW)
+    assert (short.state, short.attempts, short.needs(LOSS), short.tried) == (State.RECORDING, 0, 368, ())
+    full = short.short(300, MAX_EPISODES, 66, 17, NOW + PAUSE)
+    assert (full.state, full.attempts, full.after) == (State.REFUSED, 0, 17)
+    assert full.why == "300 of 5,000 requests can be judged, and 66 more are needed"
+    assert not full.is_due(MAX_EPISODES, LOSS, NOW + PAUSE), "the worker would run at each tick"
+
+
 def test_attempts_are_counted_over_the_whole_life() -> None:
     rolled = learner().refused(400, "no", 1, NOW).proved(RULE, 900, 7, NOW).rolled_out(50, NOW)
     assert (rolled.state, rolled.attempts, rolled.requests, rolled.after) == (State.IN_FORCE, 2, 900, 50)
