@@ -92,9 +92,16 @@ class Learner(Value):
     def is_due(self, episodes: int, max_loss: float, now: datetime) -> bool:
         """Return whether so many episodes after `after` are enough for the next attempt, and the last one is over for
         long enough."""
-        records = self.state in (State.RECORDING, State.REFUSED, State.WITHDRAWN)
+        records = self.rule is None and not self.hopeless(max_loss)
         needs = self.needs(max_loss)
         return records and episodes >= needs and (needs < MAX_EPISODES or now >= self.since + PAUSE)
+
+    def hopeless(self, max_loss: float) -> str:
+        """Return why no number of episodes that is kept is enough for the next attempt; empty if one is."""
+        least = fewest(self.attempts + 1, max_loss)
+        if self.rule is not None or least <= MAX_EPISODES:
+            return ""
+        return f"entropy.max_loss {max_loss:g} needs {least:,} requests in the next attempt; {MAX_EPISODES:,} are kept"
 
     def needs(self, max_loss: float) -> int:
         """Return the number of episodes after `after` that the next attempt needs."""

@@ -17,7 +17,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_control.capabilities.control_group.savings import WITHDRAWER
 from meridian_control.capabilities.control_group.stream import ControlGroup
-from meridian_control.capabilities.self_calibration import fleet, rule
+from meridian_control.capabilities.self_calibration import fleet, learner, rule
 from meridian_control.capabilities.self_calibration.episodes import LeftOut
 from meridian_control.capabilities.self_calibration.fleet import CalibrationError, SelfCalibration
 from meridian_control.capabilities.self_calibration.learner import State, fewest
@@ -297,6 +297,18 @@ async def test_a_policy_without_room_for_a_rule_stays_readable(
     assert row.why.startswith("the rule cannot be stored: override must have at most 256 entries")
     assert await control.rollouts.store.active() is None
     assert await policy_now(control) == full
+
+
+async def test_a_loss_that_the_kept_requests_cannot_prove_is_said(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (fleet, learner):
+        monkeypatch.setattr(module, "MAX_EPISODES", fewest(1, 0.02) - 1)
+    await apply(control, ASKED)
+    await records(control, EASY, ENOUGH)
+    row = await found(control)
+    assert (row.state, row.attempts, list(row.tried)) == ("recording", 0, [])
+    assert row.why == "entropy.max_loss 0.02 needs 366 requests in the next attempt; 365 are kept"
 
 
 async def test_more_loss_needs_fewer_requests_and_other_probes_other_ones(control: Control) -> None:

@@ -51,6 +51,17 @@ def test_an_attempt_is_due_once_each_half_can_prove_a_rule() -> None:
     assert [new.needs(allowed) for allowed in (0.01, 0.05)] == [fewest(1, 0.01), fewest(1, 0.05)]
 
 
+def test_no_attempt_is_due_that_needs_more_requests_than_are_kept() -> None:
+    new = learner()
+    assert (fewest(1, 0.0015), new.hopeless(0.0015)) == (4916, "")
+    assert new.is_due(MAX_EPISODES, 0.0015, NOW + PAUSE)
+    assert new.hopeless(0.001) == "entropy.max_loss 0.001 needs 7,376 requests in the next attempt; 5,000 are kept"
+    assert not new.is_due(MAX_EPISODES, 0.001, NOW + PAUSE)
+    refused = new.refused(4916, "no", 1, NOW)
+    assert refused.hopeless(0.0015).startswith("entropy.max_loss 0.0015 needs 6,380 requests"), "a later attempt"
+    assert not new.proved(RULE, 900, 7, NOW).hopeless(0.001), "a rule that is proved stays in force"
+
+
 def test_after_a_change_of_the_probes_only_later_requests_count() -> None:
     new = learner().probed("every 64 tokens", 7)
     assert (new.probing, new.after) == ("every 64 tokens", 0), "nothing is known of how the first ones were probed"
@@ -66,7 +77,6 @@ def test_a_refused_attempt_is_followed_by_a_larger_one() -> None:
     assert (again.needed, again.after, again.attempts) == (MAX_EPISODES, 4000, 2), "as many new ones"
     assert not again.is_due(MAX_EPISODES, LOSS, NOW + PAUSE - timedelta(seconds=1)), "attempts share the confidence"
     assert again.is_due(MAX_EPISODES, LOSS, NOW + PAUSE)
-    assert again.needs(0.0001) == MAX_EPISODES, "no more are kept, so the attempt says what is missing"
     for number in range(20):
         again = again.refused(5000, str(number), 5000, NOW)
     assert [tried.outcome for tried in again.tried] == [str(number) for number in range(20 - MAX_TRIED, 20)]
