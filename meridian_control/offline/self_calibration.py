@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +44,8 @@ CHOSEN = (
     "eat_level_threshold_nats",
     "confirm_sentence_ends",
 )
+# Most bytes that a calibration takes beside those of the program itself.
+MOST_BYTES = 600 << 20
 # Reports between a decision and its effect for a request that no probe holds.
 DELAY_TOKENS = 2
 
@@ -164,8 +169,18 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     return found(base, rows, Goal(task["max_loss"], attempt=task["attempt"]))
 
 
+def _bound_memory() -> None:
+    """Let a calibration that needs more than MOST_BYTES fail by itself, before the kernel ends the whole container, in
+    which the control plane would try the same again after each restart."""
+    # Other systems than Linux have no such file, and a limit that is lower already stays.
+    with suppress(FileNotFoundError, ValueError):
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
 def run() -> None:
     os.nice(10)
+    _bound_memory()
     task = json.loads(sys.stdin.readline())
     json.dump(work(task | {"episodes": list(sys.stdin)}), sys.stdout)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections import Counter, deque
 from contextlib import suppress
@@ -19,7 +20,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.capabilities.self_calibration import rule as rules
 from meridian_control.capabilities.self_calibration import shown
 from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Newest, can_be_kept
-from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
+from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State, fewest
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.capabilities.self_calibration.watch import Watch
 from meridian_control.common.errors import EtagMismatch, MeridianError, PolicyError, RolloutActive, StoreUnavailable
@@ -53,11 +54,16 @@ JUDGED_EVERY = 20
 # Time without a recorded request after which a rule is withdrawn, because nothing shows its harm, or no engine serves
 # the model any more.
 UNUSED = timedelta(days=30)
+# Most bytes of episodes that a calibration reads, unless a proof needs more of them, because each byte takes some fifty
+# in its process.
+MAX_READ_BYTES = 8 << 20
 # Seconds after which a calibration is given up, and those between one that has failed and the next.
 PATIENCE_S = REST_S = 600.0
 # Seconds for which the end of a replica waits for the store, and for which the page shows the same rows.
 END_S, SHOWN_S = 2.0, 5.0
 WORKER = "meridian_control.offline.self_calibration"
+# Each thread of numpy's linear algebra takes memory of its own.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 STATES = "meridian_self_calibrations"
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 ENTRIES = (
@@ -230,7 +236,9 @@ class SelfCalibration(FleetPart):
             or (engines := await self._connected()) is None
         ):
             return learner
-        last, episodes = await self._store.read(learner.traffic, learner.after, MAX_EPISODES)
+        last, episodes = await self._store.read(
+            learner.traffic, learner.after, fewest(learner.attempts + 1, max_loss), MAX_READ_BYTES
+        )
         goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
         found = await self._result(learner.traffic, _task(own, episodes) | goal)
         now = self._clock()
@@ -289,7 +297,7 @@ class SelfCalibration(FleetPart):
             watch = self._watches[traffic] = Watch(learner.rule, max_loss, learner.after)
         judges = not (watch.why or self._rests(traffic))
         if judges and await self._store.count(traffic, watch.after) >= JUDGED_EVERY:
-            last, episodes = await self._store.read(traffic, watch.after, MAX_EPISODES)
+            last, episodes = await self._store.read(traffic, watch.after, JUDGED_EVERY, MAX_READ_BYTES)
             task = _task(own, episodes) | {"rule": learner.rule.model_dump(mode="json")}
             judged = await self._result(traffic, task)
             watch.after = last
@@ -334,7 +342,7 @@ class SelfCalibration(FleetPart):
         text = "\n".join([json.dumps(rest), *task["episodes"]])
         pipe = asyncio.subprocess.PIPE
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", WORKER, stdin=pipe, stdout=pipe, stderr=pipe
+            sys.executable, "-m", WORKER, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | ONE_THREAD
         )
         try:
             async with asyncio.timeout(PATIENCE_S):

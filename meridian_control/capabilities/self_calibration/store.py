@@ -56,18 +56,19 @@ class EpisodeStore:
         async with self._database.reading() as connection:
             return int(await connection.scalar(query) or 0)
 
-    async def read(self, traffic: str, after: int, most: int) -> tuple[int, list[str]]:
-        """Return up to `most` of the newest episodes with higher numbers than `after` as JSON, oldest first; and the
-        number of the newest one, `after` if there is none."""
-        query = (
-            select(_episodes.c.number, _episodes.c.episode)
-            .where(_episodes.c.traffic == traffic, _episodes.c.number > after)
-            .order_by(_episodes.c.number.desc())
-            .limit(most)
-        )
+    async def read(self, traffic: str, after: int, least: int, most_bytes: int) -> tuple[int, list[str]]:
+        """Return the newest episodes with higher numbers than `after` as JSON, oldest first, as many as have so many
+        bytes, but never fewer than `least`; and the number of the newest one, `after` if there is none."""
+        number, meant = _episodes.c.number, ((_episodes.c.traffic == traffic) & (_episodes.c.number > after))
+        # Of each episode and the newer ones. The episodes are ASCII, so a character is a byte.
+        size = func.sum(func.length(_episodes.c.episode)).over(order_by=number.desc()).label("size")
+        count = func.count().over(order_by=number.desc()).label("count")
+        sized = select(number, size, count).where(meant).subquery()
+        oldest = select(func.min(sized.c.number)).where((sized.c.size <= most_bytes) | (sized.c.count <= least))
+        query = select(number, _episodes.c.episode).where(meant, number >= oldest.scalar_subquery()).order_by(number)
         async with self._database.reading() as connection:
             rows = list(await connection.execute(query))
-        return (rows[0].number if rows else after), [row.episode for row in reversed(rows)]
+        return (rows[-1].number if rows else after), [row.episode for row in rows]
 
     async def forget(self, traffic: str) -> None:
         """Drop all that is known of a traffic."""

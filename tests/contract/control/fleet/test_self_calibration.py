@@ -176,6 +176,17 @@ async def test_a_request_that_is_recorded_twice_takes_no_attempt(control: Contro
     assert (row.state, row.attempts, row.proved_on_requests) == ("rolling out", 1, fewest(1, 0.02))
 
 
+async def test_an_attempt_on_long_thinking_reads_the_newest_requests(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probes of all of them may need more memory than a container has."""
+    monkeypatch.setattr(fleet, "MAX_READ_BYTES", 0)
+    await apply(control, ASKED)
+    await records(control, EASY, ENOUGH)
+    row = await found(control)
+    assert (row.state, row.proved_on_requests) == ("rolling out", fewest(1, 0.02))
+
+
 async def test_nothing_is_recommended_where_nothing_is_safe(control: Control) -> None:
     await apply(control, ASKED)
     await records(control, MISLED, ENOUGH)

@@ -37,7 +37,7 @@ def episode(name: str, natural: int = 300) -> str:
 async def test_replicas_add_to_the_same_episodes(stores: tuple[EpisodeStore, EpisodeStore]) -> None:
     one, other = stores
     assert (await one.newest(), await one.learners()) == ({}, {})
-    assert await one.read(CHAT, 0, 10) == (0, [])
+    assert await one.read(CHAT, 0, 10, 0) == (0, [])
     await one.add([(CHAT, episode("a")), (BATCH, episode("b"))], NOW, 10)
     await other.add([(CHAT, episode("c")), (CHAT, episode("a", natural=301))], NOW + DAY, 10)
     newest = await one.newest()
@@ -48,10 +48,13 @@ async def test_replicas_add_to_the_same_episodes(stores: tuple[EpisodeStore, Epi
         await one.count(traffic, after) for traffic, after in ((CHAT, 0), (BATCH, 0), (CHAT, newest[CHAT].number))
     ]
     assert counts == [3, 1, 0]
-    last, rows = await other.read(CHAT, 0, 10)
+    last, rows = await other.read(CHAT, 0, 10, 0)
     assert last == newest[CHAT].number
     assert rows == [episode("a"), episode("c"), episode("a", natural=301)]
-    assert await one.read(CHAT, 0, 2) == (last, [episode("c"), episode("a", natural=301)])
+    both = sum(map(len, rows[1:]))
+    for least, most_bytes, read in ((2, 0, 2), (0, both, 2), (2, both - 1, 2), (1, both - 1, 1), (1, both, 2)):
+        assert await one.read(CHAT, 0, least, most_bytes) == (last, rows[-read:])
+    assert await one.read(CHAT, newest[BATCH].number, 10, 0) == (last, rows[1:])
     assert await one.count(CHAT, newest[BATCH].number) == 2, "numbers follow the order in which replicas add"
 
 
@@ -63,7 +66,7 @@ async def test_the_oldest_episodes_are_dropped_and_a_traffic_is_forgotten(
     await other.add([(BATCH, episode("b"))], NOW, 1)
     assert (await one.count(CHAT, 0), await one.count(BATCH, 0)) == (4, 1)
     await other.add([(CHAT, episode("4"))], NOW, 2)
-    assert (await one.read(CHAT, 0, 10))[1] == [episode("3"), episode("4")]
+    assert (await one.read(CHAT, 0, 10, 0))[1] == [episode("3"), episode("4")]
     await one.save(Learner.new(CHAT, NOW))
     await other.forget(CHAT)
     assert (await one.newest()).keys() == {BATCH}

@@ -124,6 +124,16 @@ def test_of_several_episodes_of_a_request_the_newest_counts() -> None:
         assert (work(task)["requests"], work(task)["harmful"]) == (1, harmful)
 
 
+def test_a_calibration_that_needs_too_much_memory_fails_by_itself() -> None:
+    code = "from meridian_control.offline import self_calibration as it; it.MOST_BYTES = 30_000_000; it.run()"
+    episodes = [each.to_json() for each in EASY.episodes(random.Random(1), 1000)]
+    task = {"base": BASE.model_dump_json(), "max_loss": 0.02, "attempt": 1}
+    lines = "\n".join([json.dumps(task), *episodes])
+    done = subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "MemoryError" in done.stderr.splitlines()[-1]
+
+
 def test_a_control_plane_needs_no_scipy_for_it() -> None:
     code = "import sys; sys.modules['scipy'] = None; from meridian_control.offline.self_calibration import run; run()"
     episodes = [each.to_json() for each in EASY.episodes(random.Random(1), 60)]
