@@ -47,6 +47,8 @@ PROMPT_TOKENS, SHORT_TOKENS = 24, 128
 # Requests that think long have arrived so many steps before a window, in which none arrives or ends. Windows are short,
 # so that both arms meet the same moods of the machine.
 WARM_STEPS, LONG_STEPS, LONG_TOKENS = 24, 48, 1000
+# How many times as many rounds the smallest sizes get.
+MORE_ROUNDS = 4
 # With the large vocabulary.
 LARGE_WARM_STEPS, LARGE_STEPS = 12, 15
 BLOCK_TOKENS, MAX_MODEL_LEN = 32, 4096
@@ -230,9 +232,12 @@ async def measure(session: Session) -> dict[str, Any]:
     return _line(session, session.options.sizes)
 
 
-async def _rounds(session: Session, engine: _Remote, case: str, method: str, *given: int) -> None:
+async def _rounds(session: Session, engine: _Remote, case: str, method: str, size: int, *given: int) -> None:
     rounds: int = session.options.process_rounds
-    await session.rounds(ARMS, lambda arm, _: engine(method, arm, *given), rounds, case=case, mirrored=True)
+    if case.startswith(_prefix(SMALL)):
+        # Steps of few requests are short and cost little, so that chance weighs most there.
+        rounds *= max(1, min(MORE_ROUNDS, 64 // size))
+    await session.rounds(ARMS, lambda arm, _: engine(method, arm, size, *given), rounds, case=case, mirrored=True)
 
 
 async def _few_ids(session: Session, engine: _Remote, control: Control, size: int) -> None:
