@@ -121,10 +121,10 @@ class Preemption:
                 victims = self._victims(scheduler, claim, 1 - places, needed - blocks)
                 places += len(victims)
                 blocks += sum([victim.blocks for victim in victims])
-                if self._carry_out(scheduler, live, victims):
-                    group = served
-                else:
+                if not victims:
                     in_vain.append(live)
+                elif self._carry_out(scheduler, live, claim, victims):
+                    group = served
             fits = places >= 1 and blocks >= needed
             if fits:
                 places, blocks = places - 1, blocks - needed
@@ -201,12 +201,11 @@ class Preemption:
             return False
         return preemption_api.may_preempt(scheduler, live.ref)
 
-    def _carry_out(self, scheduler: PreemptingScheduler, live: LiveRequest, victims: Sequence[Victim]) -> bool:
-        """Preempt requests for a waiting one, unless the decision is in shadow, and report the outcome. Return whether
-        requests were preempted."""
-        claim = self._preempts.claims[live]
-        if not victims:
-            return False
+    def _carry_out(
+        self, scheduler: PreemptingScheduler, live: LiveRequest, claim: Claim, victims: Sequence[Victim]
+    ) -> bool:
+        """Preempt requests for a waiting one, unless the claim is in shadow, and report the outcome, which ends the
+        claim. Return whether requests were preempted."""
         names = [(shown_id(each.live.info.request_id), each.tokens) for each in victims]
         said = "; ".join([f"{name}: {tokens} tokens to compute again" for name, tokens in names])
         if claim.shadow:

@@ -343,6 +343,17 @@ def test_shadow_preempts_nothing() -> None:
     assert len(engine.scheduler.running) == 2
 
 
+def test_shadow_for_many_requests() -> None:
+    """A decision in shadow ends with the look at its request, which then has no turn to lose in the same step."""
+    engine, names = crowded(), [*map(str, range(MOST_LACKING + 1))]
+    for name in names:
+        engine.add(name, 0, Phase.PROMPT)
+        engine.decide(name, shadow=True)
+    for told in (MOST_LACKING, MOST_LACKING + 1):
+        assert engine.obey() == ["w", *names]
+        assert [outcome for _, outcome, *_ in engine.told] == [Outcome.SHADOWED] * told
+
+
 def test_what_is_computed_again_is_limited_per_second() -> None:
     """The second preemption waits until the tokens that the first one computed again are worth a second."""
     engine = crowded()
