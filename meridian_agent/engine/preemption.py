@@ -8,6 +8,7 @@ schedules.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_agent.core.phases import Phase
@@ -49,6 +50,29 @@ class Victim(NamedTuple):
     live: LiveRequest
     tokens: int
     blocks: int
+
+
+@dataclass(slots=True)
+class Room:
+    """The running places and KV blocks that are free before a step, and what waiting requests are to take of them."""
+
+    places: int
+    blocks: int
+    taken: tuple[int, int] = 0, 0
+
+    def lacks(self, blocks: int) -> bool:
+        """Whether a request that needs so many blocks finds no place or too few blocks."""
+        return self.places < 1 or self.blocks < blocks
+
+    def add(self, victims: Sequence[Victim]) -> None:
+        """Add what the requests to preempt have."""
+        self.places += len(victims)
+        self.blocks += sum([victim.blocks for victim in victims])
+
+    def take(self, blocks: int) -> None:
+        """Take a place and so many blocks for a request."""
+        self.places, self.blocks = self.places - 1, self.blocks - blocks
+        self.taken = self.taken[0] + 1, self.taken[1] + blocks
 
 
 class RecomputedTokens:
@@ -109,32 +133,31 @@ class Preemption:
         others: list[Request] = []
         # Those that lack something and for which no others were preempted.
         in_vain: list[LiveRequest] = []
-        taken_places = taken_blocks = lacking = 0
-        blocks = preemption_api.free_blocks(scheduler)
+        lacking, blocks = 0, preemption_api.free_blocks(scheduler)
+        # Requests in shadow take from a room of their own, so that they change nothing for the others.
+        rooms = {shadow: Room(places, blocks) for shadow in (False, True)}
         for live, claim, needed in ready:
-            group = others
-            if places < 1 or blocks < needed:
+            room, group = rooms[claim.shadow], others
+            if room.lacks(needed):
                 lacking += 1
                 if lacking > MOST_LACKING:
                     self._preempts.put_last(in_vain)
                     break
-                victims = self._victims(scheduler, claim, 1 - places, needed - blocks)
-                places += len(victims)
-                blocks += sum([victim.blocks for victim in victims])
-                if not victims:
-                    in_vain.append(live)
-                elif self._carry_out(scheduler, live, claim, victims):
+                victims = self._victims(scheduler, claim, 1 - room.places, needed - room.blocks)
+                if victims:
+                    self._carry_out(scheduler, live, claim, victims)
+                    room.add(victims)
                     group = served
-            fits = places >= 1 and blocks >= needed
-            if fits:
-                places, blocks = places - 1, blocks - needed
+                else:
+                    in_vain.append(live)
+            if not room.lacks(needed):
+                room.take(needed)
             if not claim.shadow:
                 group.append(live.ref)
-                taken_places, taken_blocks = taken_places + fits, taken_blocks + fits * needed
         # vLLM has put each preempted request first, where it would take back its place. A request that lacks too much
         # stands behind those for which others were preempted.
         self._put_first(scheduler, served + others)
-        return taken_places, taken_blocks
+        return rooms[False].taken
 
     def _ready(
         self, scheduler: PreemptingScheduler, waiting: Container[Request]
@@ -203,14 +226,14 @@ class Preemption:
 
     def _carry_out(
         self, scheduler: PreemptingScheduler, live: LiveRequest, claim: Claim, victims: Sequence[Victim]
-    ) -> bool:
+    ) -> None:
         """Preempt requests for a waiting one, unless the claim is in shadow, and report the outcome, which ends the
-        claim. Return whether requests were preempted."""
+        claim."""
         names = [(shown_id(each.live.info.request_id), each.tokens) for each in victims]
         said = "; ".join([f"{name}: {tokens} tokens to compute again" for name, tokens in names])
         if claim.shadow:
             self._preempts.settle(live, Outcome.SHADOWED, f"would preempt {said}")
-            return False
+            return
         self._queues.ordered = True
         for victim in victims:
             self.recomputed.expect(victim.tokens, claim.recomputed_tokens_per_s)
@@ -220,7 +243,6 @@ class Preemption:
             self.waiting[victim.live] = Preempted(computed, victim.tokens, *limits, now_s)
             self._tracker.record.preemptions.append((claim.decision_id, victim.live.slot, victim.tokens))
         self._preempts.settle(live, Outcome.APPLIED, f"preempted {said}")
-        return True
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """Count the tokens that preempted requests compute again, if they resume in this step."""

@@ -354,6 +354,17 @@ def test_shadow_for_many_requests() -> None:
         assert [outcome for _, outcome, *_ in engine.told] == [Outcome.SHADOWED] * told
 
 
+@pytest.mark.parametrize(("places", "tokens", "queue"), [(3, 160, ["w", "x"]), (2, 288, ["w", "b", "x"])])
+def test_shadow_changes_nothing_for_others(places: int, tokens: int, queue: list[str]) -> None:
+    """x would take the free place, or preempt both requests for its blocks and leave a place to w."""
+    engine = crowded(places=places, free=10)
+    engine.add("x", 0, Phase.PROMPT, num_tokens=tokens)
+    engine.scheduler.waiting.rotate()
+    engine.decide("x", shadow=True)
+    engine.decide("w")
+    assert engine.obey() == queue
+
+
 def test_what_is_computed_again_is_limited_per_second() -> None:
     """The second preemption waits until the tokens that the first one computed again are worth a second."""
     engine = crowded()
