@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.vllm_adapter import request_api, scheduler_api
@@ -83,9 +84,10 @@ def held_blocks(scheduler: PreemptingScheduler, request: Request) -> int:
 
 
 def own_blocks(scheduler: PreemptingScheduler, request: Request) -> int:
-    """Return how many KV blocks become free if a request is preempted."""
+    """Return how many KV blocks become free if a request is preempted. Others share the blocks of its beginning, so the
+    look ends at the newest shared block, however long the shared text is."""
     groups = scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
-    return sum([block.ref_cnt == 1 for group in groups for block in group])
+    return sum([1 for group in groups for _ in takewhile(lambda block: block.ref_cnt == 1, reversed(group))])
 
 
 def computed_tokens(request: Request) -> int:

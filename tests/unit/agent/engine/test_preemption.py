@@ -271,6 +271,24 @@ def test_as_many_as_the_blocks_need() -> None:
     assert detail == "preempted b: 99 tokens to compute again; a: 100 tokens to compute again"
 
 
+class Unseen:
+    """A block of a prompt that other requests share, at which no step need look."""
+
+    @property
+    def ref_cnt(self) -> int:
+        raise AssertionError("a look at a shared prompt, which takes long")
+
+
+@pytest.mark.parametrize(("free", "preempted"), [(4, {"a", "b"}), (3, set[str]())])
+def test_no_look_at_a_long_shared_prompt(free: int, preempted: set[str]) -> None:
+    """The prompt needs 10 blocks, and a and b have 3 of their own each."""
+    blocks = [Unseen()] * 50 + [SimpleNamespace(ref_cnt=2)] + [SimpleNamespace(ref_cnt=1)] * 3
+    engine = crowded({"blocks": blocks}, {"blocks": blocks}, places=8, free=free)
+    engine.tracker.by_id["w"].ref.num_tokens = 160
+    engine.decide()
+    assert set(engine.obey()) == {"w", *preempted}
+
+
 @pytest.mark.parametrize(("places", "queue"), [(2, ["w", "v", "a", "b"]), (3, ["v", "w", "b"])])
 def test_no_preempted_request_goes_before_those_that_wait(places: int, queue: list[str]) -> None:
     """Two requests wait: both preempt another one, or one of them gets a free place."""
