@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meridian_agent.vllm_adapter.prefix_cache import free_anew
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from meridian_agent.vllm_types import Request, Scheduler
 
@@ -47,7 +47,7 @@ class KeptThinking:
         # By the hash of the first of the blocks; the one whose time is over first stands first.
         self._kept: dict[Any, Kept] = {}
         # Number of blocks in all of it, at most as many as the engine has: with more, some have been reused meanwhile,
-        # and those of the oldest conversations first.
+        # and those of the oldest conversations first, of which no live request has the blocks.
         self._blocks = 0
         # Each live request whose prompt repeats kept thinking has the keys of that thinking here.
         self._repeating: dict[str, list[Any]] = {}
@@ -82,15 +82,24 @@ class KeptThinking:
         if key in self._kept:
             repeated.append(self._forget(key))
         for earlier in repeated:
-            blocks = earlier.blocks | blocks
+            # Blocks that have been reused since are not counted any more.
+            blocks = {n: known for n, known in earlier.blocks.items() if pool[n].block_hash == known} | blocks
         self._note(key, Kept(first, self._clock(), blocks))
-        while len(self._kept) > MAX_KEPT or self._blocks > len(pool):
-            self._forget(next(iter(self._kept)))
+        self._bound(len(pool))
 
     def ended(self, scheduler: Scheduler, request: Request) -> None:
         """Note a request that ends; without kept thinking of its own it may repeat that of earlier turns."""
         if request.request_id in self._repeating:
             self.keep(scheduler, request, len(request.block_hashes))
+
+    def _bound(self, most_blocks: int) -> None:
+        """Forget the oldest conversations of which there are too many, those last that live requests repeat."""
+        oldest: Iterator[Any] | None = None
+        while len(self._kept) > MAX_KEPT or self._blocks > most_blocks:
+            if oldest is None:
+                in_use = {key for keys in self._repeating.values() for key in keys}
+                oldest = iter(sorted(self._kept, key=in_use.__contains__))
+            self._forget(next(oldest))
 
     def _note(self, key: Any, kept: Kept) -> None:
         self._kept[key] = kept

@@ -10,7 +10,7 @@ from meridian_agent.engine.kept_thinking import MAX_GIVEN_UP, MAX_KEPT, KeptThin
 
 
 class Engine:
-    """An engine whose block `n` has the hash `n`, and a clock."""
+    """An engine whose block `n` has the hash `n` until it is reused, and a clock."""
 
     def __init__(self, seconds: int = 10) -> None:
         self.now_s = 0.0
@@ -20,6 +20,8 @@ class Engine:
         self.evicted: list[int] = []
         self.freed: list[Any] = []
         self.held: dict[str, list[int]] = {}
+        # Number of each block by its hash, if it is another one.
+        self.places: dict[int, int] = {}
         pool = SimpleNamespace(blocks=self.blocks, touch=lambda _: None, free_blocks=self.freed.extend)
         self.scheduler: Any = SimpleNamespace(
             kv_cache_manager=SimpleNamespace(
@@ -32,9 +34,16 @@ class Engine:
         for number in numbers:
             self.blocks[number].block_hash = None
 
-    def request(self, name: str, *numbers: int) -> Any:
-        self.held[name] = list(numbers)
-        return SimpleNamespace(request_id=name, block_hashes=list(numbers))
+    def compute(self, hashes: range, at: int) -> range:
+        """Let vLLM reuse the blocks from this number on for blocks with these hashes."""
+        for number, known in enumerate(hashes, at):
+            self.places[known] = number
+            self.blocks[number].block_hash = known
+        return hashes
+
+    def request(self, name: str, *hashes: int) -> Any:
+        self.held[name] = [self.places.get(known, known) for known in hashes]
+        return SimpleNamespace(request_id=name, block_hashes=list(hashes))
 
     def arrives(self, name: str, *numbers: int) -> list[int]:
         """Let a request with a prompt of these blocks arrive; return all blocks that were given up so far."""
@@ -191,3 +200,25 @@ def test_no_more_blocks_are_remembered_than_the_engine_has() -> None:
     engine.ends("new", 98, 99, first=1)
     engine.now_s = 10
     assert len(engine.arrives("other", 97)) == 61
+
+
+def test_a_conversation_that_is_computed_again_counts_with_its_own_blocks_only() -> None:
+    """Its earlier blocks belong to another conversation, which would be forgotten otherwise."""
+    engine = Engine()
+    engine.ends("a", *range(40), first=0)
+    engine.ends("b", *engine.compute(range(100, 140), at=0), first=0)
+    engine.arrives("c", *range(40))
+    engine.ends("c", *engine.compute(range(40), at=40))
+    engine.now_s = 10
+    assert engine.arrives("other", 99) == [*range(80)]
+
+
+def test_a_conversation_with_a_live_turn_is_not_forgotten_before_others() -> None:
+    engine = Engine()
+    engine.ends("a", *range(40), first=0)
+    engine.arrives("turn", *range(40))
+    engine.ends("b", *range(40, 80), first=0)
+    engine.ends("c", *engine.compute(range(100, 140), at=40), first=0)
+    engine.ends("turn", *range(40))
+    engine.now_s = 10
+    assert engine.arrives("other", 99) == [*range(40, 80), *range(40)]
