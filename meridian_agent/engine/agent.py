@@ -267,7 +267,9 @@ class Agent:
         for request, state in self._adoption.some(self.tracker.markers, self.tracker.supports_think_disable):
             live = self.tracker.by_id.get(request.request_id)
             if live is not None and live.phase is Phase.UNKNOWN and self.tracker.markers.known:
+                before = live.think_tokens
                 self.tracker.reread(live, state, self._sentence(request, state))
+                self._outbox.unreported.reread(live, live.think_tokens - before)
                 self._reread = True
             elif live is not None:
                 if self.tracker.measures_all and not live.measured:

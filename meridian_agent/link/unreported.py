@@ -5,8 +5,9 @@ While a stream is heard, all that is queued on it counts as brought, and nothing
 queued any more, or no answer has come for SILENT_S seconds, the thinking tokens so far of each request are noted as
 told; those that follow are unreported, also those of requests that end meanwhile. A snapshot says them, and they count
 as brought once the control plane has answered it. So a replica that ends the stream loses the reports under way, and
-one that only falls silent those of about SILENT_S seconds. No token counts twice, unless a replica takes in messages
-and never answers them. Runs on the engine-core thread, except where stated.
+one that only falls silent those of about SILENT_S seconds. Thinking that is found when a live request is read again is
+brought by the next snapshot, also if the request has ended by then. No token counts twice, unless a replica takes in
+messages and never answers them. Runs on the engine-core thread, except where stated.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Unreported:
         # but has perhaps not brought.
         self._ended: Counter[Group] = Counter()
         self._said: Counter[Group] = Counter()
+        # Thinking tokens that live requests turned out to have when they were read again, until a snapshot has them.
+        self._found: Counter[LiveRequest] = Counter()
 
     @property
     def arrives(self) -> bool:
@@ -86,18 +89,26 @@ class Unreported:
             return
         new = record.think_tokens()
         for live in self.live.values():
-            live.told_think_tokens = live.think_tokens - new[live.slot]
+            live.told_think_tokens = live.think_tokens - new[live.slot] - self._found[live]
         self._said.clear()
         self.reported_session_id = self._awaited_session_id
+
+    def reread(self, live: LiveRequest, tokens: int) -> None:
+        """Note that a live request was read again and has so many more thinking tokens than before."""
+        self._found[live] += max(0, tokens)
 
     def close(self, live: LiveRequest) -> None:
         """Note that a request ends. The first token of a request that another engine decodes is generated there once
         more."""
-        if self.arrives or live.info.remote_decode:
+        found, arrives = self._found.pop(live, 0), self.arrives
+        if (arrives and not found) or live.info.remote_decode:
             return
         info = live.info
         group = Group(info.model, info.tenant, info.slo_class, info.effort)
-        _add(self._ended if self._awaited_step is None else self._said, group, live.untold_think_tokens)
+        _add(self._ended, group, found)
+        if not arrives:
+            untold = max(0, live.untold_think_tokens - found)
+            _add(self._ended if self._awaited_step is None else self._said, group, untold)
 
     def begin_stream(self, record: StepRecord) -> None:
         """Begin a stream, whose snapshot precedes the record."""
@@ -113,6 +124,7 @@ class Unreported:
     def tell(self, step: int) -> list[tuple[Group, int]]:
         """Return the tokens of ended requests for the snapshot before the record of this step. The control plane
         answers a snapshot at once if it says unreported tokens; any other need not be awaited."""
+        self._found.clear()
         ended = list(self._ended.items())
         for group, tokens in ended:
             _add(self._said, group, tokens)

@@ -19,10 +19,11 @@ from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts
 from meridian_agent.engine.later_turns import LaterTurns
 from meridian_agent.link.control_stream import ControlStream
+from meridian_agent.link.message_sizes import SnapshotRecord
 from meridian_agent.vllm_adapter import scheduler_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from meridian_agent.vllm_adapter.tokenizer import Template
-from tests.fakes.engine import END, MARKERS, START, opened
+from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -223,3 +224,27 @@ def test_a_busy_engine_whose_markers_become_known_sends_few_snapshots(
         agent._adopt_some(scheduler_of())
     assert {live.phase for live in agent.tracker.by_id.values()} == {Phase.THINK}
     assert snapshots == pytest.approx([0.3, 1.5, 2.7, 3.6])
+
+
+def test_a_request_that_ends_before_the_snapshot_of_its_reading_loses_no_tokens(agent: Agent) -> None:
+    """The four requests are read again in three steps, of which the second sends no snapshot."""
+    link = agent.link
+    link._receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s")))
+    agent._take_inbox()
+    agent.put_in_force(agent_pb2.Settings(), NO_MARKERS)
+    for name in "abcd":
+        tokens = {"prompt_token_ids": [START], "output_token_ids": [TEXT] * 5000}
+        opened(agent.tracker, name, ref=SimpleNamespace(**tokens, request_id=name, is_finished=lambda: False))
+    agent.put_in_force(agent_pb2.Settings(), MARKERS)
+    snapshots = []
+    for ends in ("", "b", ""):
+        agent.accounts.began_s += 0.3
+        agent._adopt_some(scheduler_of())
+        if ends:
+            agent.accounts.close(agent.tracker.by_id[ends], "stop")
+        agent.accounts.send()
+        while link.outbox.ring.qsize():
+            item = link.outbox.ring.get_nowait()
+            if isinstance(item, SnapshotRecord):
+                snapshots.append(([row[3] for row in item.rows], [tokens for _, tokens in item.ended]))
+    assert snapshots == [([5000, 0, 0, 0], []), ([5000, 5000, 5000], [5000])]

@@ -78,9 +78,9 @@ def connected(*names: str) -> Engine:
 # An engine on its first stream, which has brought a token of each of its requests; and a stream of which b has ended
 # after two tokens that no stream has brought.
 FIRST, SECOND = "connect >a >b >c +1 hear", "connect >a >b >c +1 hear lose +2 -b connect +1 mark"
-# What happens: `>a` a request arrives, `>a!` one that answers at once, `-a` it ends, `+3` three steps, `quiet` no
-# answer for too long, `mark` the step whose number `hear mark` answers. Then what the newest stream's snapshot says of
-# live requests, and of those that have ended.
+# What happens: `>a` a request arrives, `>a!` one that answers at once, `-a` it ends, `*a` it is read again and has 100
+# more thinking tokens, `+3` three steps, `quiet` no answer for too long, `mark` the step whose number `hear mark`
+# answers. Then what the newest stream's snapshot says of live requests, and of those that have ended.
 STORIES: dict[str, tuple[str, dict[str, int], int]] = {
     "before the first stream": (">a +3 connect >b +1", {"a": 4, "b": 1}, 0),
     "without a stream": (f"{FIRST} +10 lose +2 -b >d +3 -d connect +1", {"a": 6, "c": 6}, 5),
@@ -95,6 +95,11 @@ STORIES: dict[str, tuple[str, dict[str, int], int]] = {
     "a stream that is heard again": (f"{FIRST} +5 quiet +1 -b +1 hear +1 lose +1 connect +1", {"a": 2, "c": 2}, 0),
     # The link sends the snapshot of an idle engine at once, and the stream needs no other.
     "an engine that falls idle": ("connect >a +1 hear lose +3 -a +1 connect", {}, 3),
+    # What reading a request again finds is brought by a snapshot, and by nothing before it.
+    "a request that was read again": (f"{FIRST} *b +1 lose +1 connect +1", {"a": 2, "b": 102, "c": 2}, 0),
+    "one that ends on a stream that is heard": (f"{FIRST} *b -b +1 lose +1 connect +1", {"a": 2, "c": 2}, 100),
+    "one that ends without a stream": (f"{FIRST} lose *b +1 -b connect +1", {"a": 2, "c": 2}, 101),
+    "one that ends on a stream without an answer": (f"{SECOND} *c -c +1 lose +1 connect +1", {"a": 6}, 105),
     "after an idle time": ("connect >a +1 hear lose +3 -a +1 connect hear >b +1 lose +1 connect +1", {"b": 2}, 0),
 }
 
@@ -108,6 +113,10 @@ def play(engine: Engine, story: str) -> None:
             engine.engine.finish(event[1])
         elif event[0] == "+":
             engine.steps(int(event[1:]))
+        elif event[0] == "*":
+            live = engine.engine.live[event[1]]
+            live.state.think_tokens += 100
+            engine.link.outbox.unreported.reread(live, 100)
         elif event == "quiet":
             engine.now_s += SILENT_S + 0.1
         elif event == "mark":
