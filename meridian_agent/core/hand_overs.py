@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_agent.core.phases import Phase
+from meridian_agent.core.request_info import MAX_TEXT
 from meridian_agent.core.step_record import NOT_KNOWN, Outcome
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 NO_CONNECTOR = "the engine has no KV connector"
 # Reason why no request can be handed over whose end marker a forced end writes over several steps.
 SEVERAL_TOKENS = "the end marker has several tokens"
+# Largest number of characters of the URL in a decision. The reference has at most MAX_TEXT, because the other engine
+# reads no more of it.
+MAX_URL = 2048
 # Finish reasons of vLLM after which nobody waits for the rest of a request.
 GONE = ("abort", "client_gone", "error")
 
@@ -64,7 +68,7 @@ class HandOvers:
             self._report(before.decision_id, Outcome.SUPERSEDED, live)
         if not message.url:
             self._report(message.decision_id, Outcome.APPLIED, live)
-        elif reason := self._refusal(live, markers):
+        elif reason := self._refusal(message, live, markers):
             self._report(message.decision_id, Outcome.REFUSED, live, reason)
         elif live.phase is Phase.OUTPUT:
             self._report(message.decision_id, Outcome.ENDED_NATURALLY, live)
@@ -72,7 +76,9 @@ class HandOvers:
             self._decided[live] = Decided(message.decision_id, message.shadow, message.url, message.ref)
             self._changed[live] = None
 
-    def _refusal(self, live: LiveRequest, markers: Markers) -> str:
+    def _refusal(self, message: agent_pb2.HandOver, live: LiveRequest, markers: Markers) -> str:
+        if len(message.url) > MAX_URL or len(message.ref) > MAX_TEXT:
+            return "the URL or the reference is too long"
         if live.phase is Phase.UNKNOWN:
             return NOT_KNOWN
         if not live.info.hand_over_candidate:

@@ -326,7 +326,9 @@ class ControlStream:
             heartbeat_ms = response.welcome.heartbeat_ms
             self.outbox.heartbeat_s = max(MIN_HEARTBEAT_S, heartbeat_ms / 1000) if heartbeat_ms else 0.0
             self.lease.answers_soon = heartbeat_ms > 0
-            self.outbox.unreported.session_id = response.welcome.session_id
+            # Each part of each snapshot repeats it, so an id that no control plane gives counts as none.
+            session_id = response.welcome.session_id
+            self.outbox.unreported.session_id = session_id if len(session_id) <= MAX_ID else ""
             self.outbox.snapshot_due = True
             if other := response.welcome.other_incarnation:
                 logger.warning(

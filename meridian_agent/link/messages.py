@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core.hand_overs import MAX_URL
 from meridian_agent.core.preempts import MAX_VICTIMS
 from meridian_agent.core.request_info import shown_id
 from meridian_agent.core.step_record import COUNTERS, Gauges, MeasuredProbe, StepRecord, text_flags
@@ -95,9 +96,10 @@ def parts_of(message: agent_pb2.Directives, most: int) -> Iterator[agent_pb2.Dir
 
 def decisions_in(message: agent_pb2.Directives) -> int:
     """Return the number of decisions in a message; each rank of a plan counts as one, and so do MAX_VICTIMS requests
-    that may be preempted."""
-    victims = sum([len(each.victims) // MAX_VICTIMS for each in message.preempts])
-    return sum([len(getattr(message, kind)) for kind in DECISION_KINDS]) + len(message.plan.slot) + victims
+    that may be preempted, and MAX_URL characters of handovers."""
+    size = sum([len(each.victims) // MAX_VICTIMS for each in message.preempts])
+    size += sum([(len(each.url) + len(each.ref)) // MAX_URL for each in message.hand_overs])
+    return size + sum([len(getattr(message, kind)) for kind in DECISION_KINDS]) + len(message.plan.slot)
 
 
 def step_report(records: Sequence[Record], sparse: bool = False) -> agent_pb2.StepReport:

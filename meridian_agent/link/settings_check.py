@@ -22,7 +22,7 @@ MAX_TEXT, MAX_MARKER_TOKENS = 2000, 64
 # Largest number of characters of all globs together, each of which every new request may be compared with.
 MAX_GLOBS = 1 << 15
 SIZES = (
-    (("closing_text", "eat_answer_prefix", "reasoning_parser"), MAX_TEXT, "characters"),
+    (("closing_text", "eat_answer_prefix", "reasoning_parser", "answer_only_stops"), MAX_TEXT, "characters"),
     (("think_start_token_ids", "think_end_token_ids"), MAX_MARKER_TOKENS, "tokens"),
 )
 

@@ -30,8 +30,8 @@ def engine_with(markers: Markers = MARKERS, **own: Any) -> tuple[FakeEngine, Liv
     return engine, live
 
 
-def decide(engine: FakeEngine, decision_id: int, *, url: str = URL, shadow: bool = False, slot: int = 0) -> None:
-    decided = agent_pb2.HandOver(decision_id=decision_id, slot=slot, url=url, ref="r", shadow=shadow)
+def decide(engine: FakeEngine, decision_id: int, *, slot: int = 0, **fields: Any) -> None:
+    decided = agent_pb2.HandOver(decision_id=decision_id, slot=slot, **{"url": URL, "ref": "r", **fields})
     engine.accept(agent_pb2.Directives(step=engine.step, hand_overs=[decided]))
 
 
@@ -106,6 +106,15 @@ def test_what_cannot_be_handed_over_is_refused(
     ((_, outcome, _, told),) = engine.take().outcomes
     assert (outcome, told) == (Outcome.REFUSED, detail)
     assert engine.directives.hand_overs.of(live) is None
+
+
+@pytest.mark.parametrize(("url", "ref", "is_refused"), [(2048, 128, False), (2049, 128, True), (2048, 129, True)])
+def test_texts_that_no_control_plane_sends_are_refused(url: int, ref: int, is_refused: bool) -> None:
+    """They would be kept, and written into the client's answer."""
+    engine, live = engine_with()
+    decide(engine, 1, url="u" * url, ref="r" * ref)
+    assert (engine.directives.hand_overs.of(live) is None) == is_refused
+    assert [outcome for _, outcome, *_ in engine.take().outcomes] == [Outcome.REFUSED] * is_refused
 
 
 @pytest.mark.parametrize(

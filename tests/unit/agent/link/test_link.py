@@ -111,6 +111,7 @@ def test_a_long_refusal_is_cut() -> None:
         ({"measured_share": math.nan}, "measured_share must be in [0, 1]; got nan"),
         ({"client_slo_classes": ["*"] * 16_385}, "client_slo_classes must have fewer than 32768 characters; got 32770"),
         ({"closing_text": "x" * 2001}, "closing_text must have at most 2000 characters; got 2001"),
+        ({"answer_only_stops": "x" * 2001}, "answer_only_stops must have at most 2000 characters; got 2001"),
         ({"measured_share": 1.0, "client_slo_classes": ["x" * 256] * 64}, ""),
     ],
 )
@@ -133,6 +134,13 @@ def test_what_a_control_plane_says_neither_busies_the_link_nor_fills_the_log(
     link._receive(agent_pb2.ConnectResponse(freeze=agent_pb2.Freeze(remaining_ms=1000, reason="x" * 100_000)))
     link._receive(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason="x" * 100_000)))
     assert [len(line.message) > 5000 for line in caplog.records if "xxx" in line.message] == [False] * 2
+
+
+@pytest.mark.parametrize(("length", "kept"), [(256, True), (257, False)])
+def test_snapshots_repeat_no_long_id_of_a_session(length: int, kept: bool) -> None:
+    link, said = link_of(idle=False), "x" * length
+    link._receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id=said)))
+    assert link.outbox.unreported.session_id == (said if kept else "")
 
 
 def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:

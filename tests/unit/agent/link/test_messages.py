@@ -46,10 +46,12 @@ def test_large_messages_come_in_parts(counts: tuple[int, ...], has_plan: bool) -
     assert len(parts) == sum(-(-count // most) for count in counts) + has_plan or parts == [whole]
 
 
-def test_requests_that_may_be_preempted_count_if_they_are_many() -> None:
-    """What waits for the engine is bounded in decisions, and each may name as many requests as fit into a message."""
+def test_a_large_decision_counts_as_many() -> None:
+    """What waits for the engine is bounded in decisions, and each may be as large as a message."""
     preempts = [agent_pb2.Preempt(victims=range(count)) for count in (64, 127, 128, 128_000)]
     assert decisions_in(agent_pb2.Directives(preempts=preempts)) == 4 + 1 + 1000
+    hand_overs = [agent_pb2.HandOver(url="u" * count, ref="r") for count in (100, 2047, 2_048_000)]
+    assert decisions_in(agent_pb2.Directives(hand_overs=hand_overs)) == 3 + 1 + 1000
 
 
 def apply(table: RequestTable, report: agent_pb2.StepReport, now_ms: float = 0.0) -> list[float]:
