@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meridian_agent.vllm_adapter.prefix_cache import free_anew
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from meridian_agent.vllm_types import Request, Scheduler
 
@@ -94,12 +94,12 @@ class KeptThinking:
 
     def _bound(self, most_blocks: int) -> None:
         """Forget the oldest conversations of which there are too many, those last that live requests repeat."""
-        oldest: Iterator[Any] | None = None
+        in_use: set[Any] | None = None
         while len(self._kept) > MAX_KEPT or self._blocks > most_blocks:
-            if oldest is None:
+            if in_use is None:
                 in_use = {key for keys in self._repeating.values() for key in keys}
-                oldest = iter(sorted(self._kept, key=in_use.__contains__))
-            self._forget(next(oldest))
+            unused = (key for key in self._kept if key not in in_use)
+            self._forget(next(unused, None) or next(iter(self._kept)))
 
     def _note(self, key: Any, kept: Kept) -> None:
         self._kept[key] = kept
