@@ -29,8 +29,8 @@ RETRY_S = 10.0
 class Reloaded(Generic[Value]):
     """A value read from the files `paths` by `read`, which raises OSError or ValueError if the files cannot be used.
 
-    The constructor passes such an error on. `get` logs such an error, once for every change of the files, and again if
-    the next try ends with another error.
+    The constructor passes errors on. `get` logs each error, also one that nobody foresaw, once for every change of the
+    files, and again if the next try ends with another error.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Value]) -> None:
@@ -55,11 +55,13 @@ class Reloaded(Generic[Value]):
         try:
             self._value, self._retry_at = self._read(), math.inf
             logger.info("%s changed and was read again", self._names())
-        except (OSError, ValueError) as error:
+        except Exception as error:
             self._retry_at = time.monotonic() + RETRY_S
-            if (complaint := str(error)) != self._complaint:
+            if (complaint := f"{type(error).__name__}: {error}") != self._complaint:
                 self._complaint = complaint
-                logger.error("%s changed but cannot be used; the old content stays in use: %s", self._names(), error)
+                said = "%s changed but cannot be used; the old content stays in use: %s"
+                cause = None if isinstance(error, (OSError, ValueError)) else error
+                logger.error(said, self._names(), error, exc_info=cause)
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
         return [_stamp(path) for path in self._paths]

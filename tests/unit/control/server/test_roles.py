@@ -324,22 +324,24 @@ def test_access_files_that_cannot_be_used(tmp_path: Path, text: str, complaint: 
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def test_files_are_read_when_they_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("bad", ["bad", "[" * 100_000])
+def test_files_are_read_when_they_change(tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: str) -> None:
+    """The second bad text lets the parser raise RecursionError, which no reader of a file foresees."""
     file = tmp_path / "file"
     file.write_text("1")
     reads = [0]
 
     def read() -> list[int]:
         reads[0] += 1
-        return [int(file.read_text())]
+        return [json.loads(file.read_text())]
 
     found = Reloaded([file], read)
     first = found.get()
     assert found.get() is first
     assert reads == [1]
-    file.write_text("bad")
+    file.write_text(bad)
     assert found.get() is found.get() is first
-    assert (reads, caplog.text.count("cannot be used")) == ([2], 1)
+    assert (reads, sum("cannot be used" in message for message in caplog.messages)) == ([2], 1)
     file.unlink()
     assert found.get() is first
     # Kubernetes changes a Secret in this way: it renames a new link over the old link.
@@ -347,8 +349,8 @@ def test_files_are_read_when_they_change(tmp_path: Path, caplog: pytest.LogCaptu
     os.symlink("new", tmp_path / "link")
     os.replace(tmp_path / "link", file)
     assert found.get() == [2]
-    file.write_text("bad")
-    with pytest.raises(ValueError, match="bad"):
+    file.write_text(bad)
+    with pytest.raises((json.JSONDecodeError, RecursionError)):
         Reloaded([file], read)
 
 
