@@ -417,10 +417,14 @@ def one_id(text: str | int) -> int:
 
 def labels_of(pairs: Sequence[str] | None) -> dict[str, str]:
     """Return the labels that `--label` names."""
+    labels: dict[str, str] = {}
     for pair in pairs or ():
-        if "=" not in pair[1:]:
+        name, separator, value = pair.partition("=")
+        if not (name and separator):
             fail(INVALID, f"--label must be NAME=VALUE; got {pair}")
-    return dict(pair.split("=", 1) for pair in pairs or ())
+        if labels.setdefault(name, value) != value:
+            fail(INVALID, f"--label must give a name one value; got {name}={labels[name]} and {pair}")
+    return labels
 
 
 def not_empty(context: typer.Context, option: typer.CallbackParam, value: str) -> str:

@@ -90,6 +90,8 @@ def _match(message: freeze_pb2.FreezeMatch) -> Match:
     for name, value in message.engine_labels.items():
         _check_text("match.engine_labels", name)
         _check_text("match.engine_labels", value)
+        if not name:
+            raise InvalidRequest("match.engine_labels", "must not have an empty name")
     return Match(tuple(message.engine_ids), message.model, tuple(sorted(message.engine_labels.items())))
 
 

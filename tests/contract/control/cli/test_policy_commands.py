@@ -383,9 +383,13 @@ async def test_explain(control: Control, file: Path) -> None:
     missing = await control("policy", "explain", "--engine", "x")
     assert (missing.exit_code, missing.stderr) == (FAILED, 'NOT_FOUND: no engine "x" is connected\n')
     commands = (["policy", "explain"], ["freeze", "--for", "1m", "--reason", "x"])
-    for command, label in product(commands, ("zone", "=a", "")):
+    for command, label in product(commands, ("zone", "=a", "=a=b", "")):
         bad = await control(*command, "--label", label)
         assert (bad.exit_code, bad.stderr) == (INVALID, f"--label must be NAME=VALUE; got {label}\n")
+    for command in commands:
+        bad = await control(*command, *("--label", "zone=a=b", "--label", "zone=b"))
+        said = "--label must give a name one value; got zone=a=b and zone=b\n"
+        assert (bad.exit_code, bad.stderr) == (INVALID, said)
 
 
 LOW_FLOOR = """

@@ -342,6 +342,7 @@ async def test_frozen_by_its_own_environment(control: Control) -> None:
         (order(0), "duration must be in [1, 604800] seconds; got 0"),
         (order(604801), "duration must be in [1, 604800] seconds; got 604801"),
         (order(engine_ids=[""]), "match.engine_ids[0] must not be empty"),
+        (order(engine_labels={"": "a"}), "match.engine_labels must not have an empty name"),
         (order(engine_ids=["x" * 257]), "match.engine_ids[0] must have at most 256 characters; got 257"),
         (order(engine_ids=["x"] * 101), "match must have at most 100 globs and labels; got 101"),
         (order(model="a\0"), "match.model must not contain the character U+0000"),
