@@ -10,7 +10,7 @@ PreconditionFailure names the state that forbids the call, and a RetryInfo says 
 # ruff: noqa: N818 - each class is named after the condition that it reports, without the suffix Error
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
@@ -149,7 +149,14 @@ class EtagMismatch(MeridianError, code="etag_mismatch", status=StatusCode.ABORTE
         self.metadata = {"expected": expected, "actual": actual}
 
 
-class NotFound(MeridianError, code="not_found", status=StatusCode.NOT_FOUND): ...
+class NotFound(MeridianError, code="not_found", status=StatusCode.NOT_FOUND):
+    """What a call names is not known. unreachable: ids of the replicas that did not answer but may know it."""
+
+    def __init__(self, message: str, unreachable: Sequence[str] = ()) -> None:
+        if unreachable:
+            self.retry_after_s = 1.0
+            message += f"; replicas that did not answer: {', '.join(unreachable)}"
+        super().__init__(message)
 
 
 class StoredPolicyUnreadable(MeridianError, code="stored_policy_unreadable", status=StatusCode.FAILED_PRECONDITION):

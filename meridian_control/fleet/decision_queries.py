@@ -34,7 +34,7 @@ async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -
     if request.handed_over_refs:
         return related_lives(whole.fleet.decisions, request.handed_over_refs)
     answers: list[fleet_pb2.ExplainRequestResponse] = []
-    unknown: NotFound | None = None
+    unknown = NotFound("")
     try:
         live = whole.fleet.views.requests_called(request.engine_id, request.request_id)
         answers.append(explain_request(whole.fleet.decisions, live, request))
@@ -44,8 +44,7 @@ async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -
     if not request.local_only:
         unreachable = await _ask_others(whole, local(request), answers)
     if not answers:
-        assert unknown is not None
-        raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}") if unreachable else unknown
+        raise NotFound(str(unknown), unreachable)
     response = newest_life(answers)
     response.ClearField("related")
     _merge_siblings(response, answers, request.request_id)

@@ -129,9 +129,7 @@ class WholeFleet:
             )
         if answers:
             return answers[0]
-        if unreachable:
-            raise NotFound(f"{unknown}; replicas that did not answer: {', '.join(unreachable)}")
-        raise unknown
+        raise NotFound(str(unknown), unreachable)
 
     @asynccontextmanager
     async def recording(self, engine_id: str, local_only: bool) -> AsyncIterator[Recording]:

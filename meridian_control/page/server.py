@@ -116,17 +116,16 @@ class StatusPage:
         return web.Response(text=text, content_type=kind, headers=HEADERS)
 
     async def _request(self, request: web.Request) -> web.Response:
-        """Return one request's life as JSON."""
+        """Return one request's life as JSON, or an error, with `again` if another question may find an answer."""
         asked = fleet_pb2.ExplainRequestRequest(
             request_id=request.query.get("id", ""), engine_id=request.query.get("engine", "")
         )
         try:
             life = life_rows(await decision_queries.explain(self._whole, asked))
             return web.json_response(printable_tree(life), headers=HEADERS)
-        except NotFound as error:
-            return web.json_response({"error": printable(str(error))}, status=404, headers=HEADERS)
         except MeridianError as error:
-            return web.json_response({"error": printable(str(error))}, status=400, headers=HEADERS)
+            told = {"error": printable(str(error)), "again": error.retry_after_s is not None}
+            return web.json_response(told, status=404 if isinstance(error, NotFound) else 400, headers=HEADERS)
 
     async def _last_hour(self, _: web.Request) -> web.Response:
         """Return the points of the last hour as JSON."""

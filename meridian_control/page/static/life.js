@@ -41,8 +41,8 @@ async function ask() {
   } catch (error) {
     answer = { error: `The control plane did not answer: ${error.message}`, again: true };
   }
-  asking = false;
   if (mine !== wanted) return;
+  asking = false;
   if (answer.error && !answer.again) wanted = null;
   notice("life-error", answer.error ? `${answer.error[0].toUpperCase()}${answer.error.slice(1)}.` : "");
   $("life").hidden = Boolean(answer.error);

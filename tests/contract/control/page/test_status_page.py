@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from playwright.async_api import Browser, Page
+    from playwright.async_api import Browser, Page, Route
 
 # One event loop serves all tests, because one browser does.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -52,11 +52,11 @@ PLACE = f"({NAME})(document.activeElement)"
 
 
 @asynccontextmanager
-async def served(path: Path) -> AsyncIterator[tuple[Control, str]]:
-    """Yield a control plane that serves its status page, and the page's address."""
+async def served(path: Path, peers: Any = None) -> AsyncIterator[tuple[Control, str]]:
+    """Yield a control plane that serves its status page, and the page's address. peers: asks the other replicas."""
     async with controlling(path / "meridian.db") as control:
         await control.set_policy(policy(scheduler={"max_think_tokens": 5}))
-        whole = WholeFleet(control.fleet, "replica-1", None, lambda: True)
+        whole = WholeFleet(control.fleet, "replica-1", peers, lambda: True)
         page = StatusPage(whole, control.store, RolloutStore(control.store))
         port = await page.start("127.0.0.1", 0)
         try:
@@ -497,6 +497,49 @@ async def test_a_life_is_shown_although_one_question_found_no_answer(browser: Br
             await page.unroute("**/request?*")
             await page.locator("#life h4", has_text="chatcmpl-mine-9f on engine").wait_for()
             assert await page.locator("#life-error").inner_text() == ""
+
+
+class Silent:
+    """Asks another replica, which never answers."""
+
+    async def ask(self, call: object, part: str = "") -> tuple[dict[str, Any], list[str]]:
+        return {}, ["replica-2"]
+
+    async def ask_who_knows(self, call: object) -> tuple[list[Any], list[str]]:
+        return [], ["replica-2"]
+
+
+async def test_a_life_is_shown_although_the_replica_that_knew_it_first_was_late(
+    browser: Browser, tmp_path: Path
+) -> None:
+    async with browsing(browser) as (page, _), served(tmp_path, Silent()) as (control, address):
+        await page.goto(f"{address}/#requests?id=mine")
+        await page.locator("#life-error", has_text="replicas that did not answer: replica-2").wait_for()
+        with LinkedEngine([control.target]) as linked:
+            await one_life(control, linked)
+        await page.locator("#life h4", has_text="chatcmpl-mine-9f on engine").wait_for()
+
+
+async def test_one_question_at_a_time_asks_for_a_life(browser: Browser, tmp_path: Path) -> None:
+    asked: dict[str, list[Route]] = {"one": [], "two": []}
+    came = {name: asyncio.Event() for name in asked}
+
+    async def hold(route: Route) -> None:
+        (name,) = (name for name in asked if f"id={name}" in route.request.url)
+        asked[name].append(route)
+        came[name].set()
+
+    async with browsing(browser) as (page, _), served(tmp_path) as (_, address):
+        await page.route("**/request?*", hold)
+        for name in asked:
+            await page.goto(f"{address}/#requests?id={name}")
+            async with asyncio.timeout(60.0):
+                await came[name].wait()
+        async with page.expect_event("requestfailed"):
+            await asked["one"][0].abort()
+        await another_update(page)
+        assert len(asked["two"]) == 1
+        await page.unroute_all(behavior="ignoreErrors")
 
 
 async def another_update(page: Page) -> None:
