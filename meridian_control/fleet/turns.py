@@ -1,4 +1,4 @@
-"""Shares the event loop between long work and everything else that is ready: a slice, or a few engines, in each round.
+"""Shares the event loop between long work and everything else that is ready: a slice, or a short turn, in each round.
 
 A short message of another stream therefore waits for one slice at most each time it is ready. The callers of streams
 take turns, and so do the streams of one caller: whoever opens more streams gets no larger share. All code runs on the
@@ -10,18 +10,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from itertools import islice
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meridian_control.common.histogram import Histogram, time_histogram
 from meridian_control.common.slices import SLICE_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Iterable
 
     from meridian_control.common.slices import Sliced
 
 T = TypeVar("T")
-# Engines that the event loop reaches before it does what has become ready meanwhile.
+# Seconds of long work after which the event loop does what has become ready meanwhile, and the work's least share of
+# the time: a pause lasts long on a full core, and the next turn of the work is then longer, too.
+TURN_S, TURN_SHARE = 0.002, 0.1
+# Engines that are sent a policy or freezes in one round of the event loop.
 ENGINES_AT_ONCE = 16
 # Seconds between two measurements of the event loop's delay.
 PAUSE_S = 0.1
@@ -61,31 +65,45 @@ class Turns:
         self._go_on()
 
 
+class _Turn:
+    """The time for which long work holds the event loop."""
+
+    def __init__(self) -> None:
+        self._began, self._lasts_s = monotonic(), TURN_S
+
+    async def go_on(self) -> None:
+        """Let the event loop do other work if the turn is over."""
+        if (ended := monotonic()) - self._began >= self._lasts_s:
+            await asyncio.sleep(0)
+            self._began = monotonic()
+            self._lasts_s = max(TURN_S, TURN_SHARE * (self._began - ended))
+
+
 async def in_parts(items: Iterable[T]) -> AsyncIterator[list[T]]:
-    """Yield lists of SLICE_ROWS items, which are made while the event loop does other work in between."""
-    remaining = iter(items)
+    """Yield lists of at most SLICE_ROWS items, which are made while the event loop does other work in between."""
+    remaining, turn = iter(items), _Turn()
     while part := list(islice(remaining, SLICE_ROWS)):
         yield part
-        if len(part) == SLICE_ROWS:
-            await asyncio.sleep(0)
+        await turn.go_on()
 
 
-async def in_turns(engines: Sequence[T]) -> AsyncIterator[T]:
-    """Yield each item, and let the event loop do other work after every ENGINES_AT_ONCE items."""
-    for number, engine in enumerate(engines):
-        if number and number % ENGINES_AT_ONCE == 0:
-            await asyncio.sleep(0)
-        yield engine
+async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield each item, and let the event loop do other work in between."""
+    turn = _Turn()
+    for item in items:
+        yield item
+        await turn.go_on()
 
 
 async def with_pauses(work: Sliced[T]) -> T:
-    """Do all of the work and return its result; let the event loop do other work at each pause."""
+    """Do all of the work and return its result; let the event loop do other work in between, where the work pauses."""
+    turn = _Turn()
     while True:
         try:
             next(work)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
-        await asyncio.sleep(0)
+        await turn.go_on()
 
 
 class Tasks:

@@ -129,7 +129,12 @@ class FleetCollector(Collector):
         self._fleet, self._leads, self._rollout, self._faults, self._loop = fleet, leads, rollout, faults, loop
 
     def collect(self) -> Iterable[Metric]:
-        return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(SCRAPE_TIMEOUT_S)
+        reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+        try:
+            return reading.result(SCRAPE_TIMEOUT_S)
+        finally:
+            # A read that is late would otherwise go on beside that of the next scrape.
+            reading.cancel()
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing, because the catalogue already has the names and only `collect` has the values."""
