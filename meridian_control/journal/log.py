@@ -176,7 +176,7 @@ class DecisionLog:
         decisions that it drops are left out, as are new ones."""
         if kind:
             kept = self._probes if kind == "probe" else self._decisions
-            return _kept([decision for decision in reversed(kept) if decision.kind == kind])
+            return _kept(decision for decision in list(reversed(kept)) if decision.kind == kind)
         both = (_kept(list(reversed(kept))) for kept in (self._probes, self._decisions))
         return _kept(heapq.merge(*both, key=attrgetter("number"), reverse=True))
 

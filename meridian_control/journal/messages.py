@@ -95,7 +95,8 @@ def list_decisions(
                 break
             listed.append(decision_message(decision))
             last = decision.time
-        if not count % (4 * SLICE_ROWS):
+            yield
+        elif not count % (4 * SLICE_ROWS):
             yield
     return page_of(listed, limit)
 
