@@ -264,11 +264,11 @@ def policy_explain(
         say(f"# revision {answer.revision}")
         for row in answer.values:
             say(f"{row.path} = {row.value}  # {row.origin}")
+    elif output.is_table:
+        say(f"revision {answer.revision}")
+        console().print(_rows(("field", "value", "from"), [(row.path, row.value, row.origin) for row in answer.values]))
     else:
-        if output.is_table:
-            say(f"revision {answer.revision}")
-        rows = [(row.path, row.value, row.origin) for row in answer.values]
-        show(answer.values, output, _rows(("field", "value", "from"), rows), "the policy has no fields")
+        show_value([{"revision": answer.revision, **as_dict(row)} for row in answer.values], output)
 
 
 def current(client: Client, revision: int = 0) -> policy_pb2.PolicyRevision:

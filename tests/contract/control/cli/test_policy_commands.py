@@ -379,7 +379,7 @@ async def test_explain(control: Control, file: Path) -> None:
     assert holds.entropy.rank_conditions[0].max_ranks == (5, 7)
     assert holds.scheduler.max_think_tokens == 100
     plain = json.loads((await control("policy", "explain", "-o", "json")).stdout)
-    assert {"path": cap, "value": "32768", "origin": "default"} in plain
+    assert {"revision": 1, "path": cap, "value": "32768", "origin": "default"} in plain
     missing = await control("policy", "explain", "--engine", "x")
     assert (missing.exit_code, missing.stderr) == (FAILED, 'NOT_FOUND: no engine "x" is connected\n')
     commands = (["policy", "explain"], ["freeze", "--for", "1m", "--reason", "x"])
