@@ -24,6 +24,7 @@ from meridian_control.common.plain_data import plain
 from meridian_control.engine.decision_ledger import CARRIED_OUT
 from meridian_control.fleet import decision_queries
 from meridian_control.fleet.part import Attention, Shown, answer_of, each
+from meridian_control.fleet.peers import CALL_TIMEOUT_S
 from meridian_control.fleet.turns import in_turns
 from meridian_control.page.words import counts_text, end_row
 
@@ -43,8 +44,9 @@ T = TypeVar("T")
 ASKED_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_NAMED = 200, 50, 20, 3
 # Seconds for which viewers who do not look at the table get what was collected before.
 KEPT_S = 5.0
-# Seconds for which the page waits for the database before it shows the rest.
-PATIENCE_S = 2.0
+# Seconds for which the page waits for the database and for each capability before it shows the rest: longer than a
+# capability waits for another replica.
+PATIENCE_S = CALL_TIMEOUT_S + 0.5
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "output": agent_pb2.PHASE_OUTPUT}
 STORED = {"revisions", "rollouts"}
