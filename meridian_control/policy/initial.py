@@ -34,12 +34,11 @@ async def initial_policy(store: PolicyStore, path: Path | None, now: datetime) -
         with suppress(EtagMismatch):
             await store.append(wanted, etag=EMPTY_ETAG, author="meridian-control", reason=source, now=now)
         current = await store.current()
-    why = ""
     try:
-        if file is not None and current.policy != forms.load_config(file):
-            why = f" {file}: apply the file with meridianctl"
+        if file is None or current.policy == forms.load_config(file):
+            return current
+        why = f" {file}: apply the file with meridianctl"
     except PolicyError as error:
         why = f": {'; '.join(str(error).splitlines())}"
-    if why:
-        logger.warning("revision %d of the store stays in force, not the policy file%s", current.revision, why)
+    logger.warning("revision %d of the store stays in force, not the policy file%s", current.revision, why)
     return current
