@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jwt
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
@@ -93,7 +94,7 @@ def _public_keys(file: Path) -> list[Key]:
         return [_pem(file, text)]
     try:
         listed = jwt.PyJWKSet.from_dict(json.loads(text)).keys
-    except (ValueError, KeyError, jwt.PyJWTError) as error:
+    except (ValueError, KeyError, TypeError, jwt.PyJWTError) as error:
         raise ValueError(f"{file}: is no JWKS (JSON Web Key Set): {error}") from error
     # Symmetric keys ("oct"), which a JWKS may also hold, are secrets and do not belong in a file of public keys.
     keys = [Key(key.key, key.algorithm_name, key.key_id) for key in listed if key.key_type != "oct"]
@@ -105,7 +106,7 @@ def _public_keys(file: Path) -> list[Key]:
 def _pem(file: Path, text: str) -> Key:
     try:
         key = load_pem_public_key(text.encode())
-    except ValueError as error:
+    except (ValueError, UnsupportedAlgorithm) as error:
         raise ValueError(f"{file}: holds neither a JWKS nor a PEM public key") from error
     if isinstance(key, rsa.RSAPublicKey):
         return Key(key, "RS256")

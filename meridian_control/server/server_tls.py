@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from meridian_control.common.reloading_file import Reloaded
@@ -49,7 +50,7 @@ def _configuration(cert: Path, key: Path, client_ca: Path | None) -> Configurati
     leaf = _certificates(cert, chain)[0]
     try:
         private = load_pem_private_key(secret, password=None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ValueError(f"{key}: is no PEM private key without a password") from error
     # The check can fail for a moment while certificate and key are replaced one after the other.
     if private.public_key() != leaf.public_key():

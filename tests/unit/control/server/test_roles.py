@@ -30,6 +30,8 @@ KEYS: dict[str, Any] = {
     "ES384": ec.generate_private_key(ec.SECP384R1()),
     "EdDSA": ed25519.Ed25519PrivateKey.generate(),
 }
+# A key of a kind that no library knows.
+UNKNOWN_KIND = "-----BEGIN PUBLIC KEY-----\nMA4wBQYDK2VyAwUAYWJjZA==\n-----END PUBLIC KEY-----\n"
 LACKS = "the token lacks a claim: exp, iss, aud and sub are required"
 HEAD = '[jwt]\nissuer = "issuer"\naudience = "meridian"\nsecret_file = "secret"\n'
 
@@ -153,6 +155,8 @@ def test_key_files_that_cannot_be_used(tmp_path: Path) -> None:
         ("{}", "is no JWKS"),
         ('{"keys": []}', "is no JWKS"),
         (json.dumps({"keys": [secret]}), "holds no public key"),
+        ('{"keys": [{"kty": "RSA", "n": "AQAB", "e": "AQAB", "alg": ["RS256"]}]}', "is no JWKS"),
+        (UNKNOWN_KIND, "holds neither a JWKS nor a PEM public key"),
         (short_curve, "must be an RSA, Ed25519 or NIST curve key"),
     ):
         with pytest.raises(ValueError, match=complaint):
