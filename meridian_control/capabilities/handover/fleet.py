@@ -86,11 +86,6 @@ class FleetHandovers(FleetPart):
     def stream(self, stream: Stream) -> EngineHandovers:
         return EngineHandovers(stream, self.results)
 
-    def left(self, connection: Connection, replaced: bool) -> None:
-        # A look at all sessions for each engine of a thousand that leave would take minutes.
-        if self.pool.is_used:
-            self.share()
-
     def forgot(self, engine_ids: list[str]) -> None:
         self.results.forget(engine_ids)
 

@@ -40,8 +40,6 @@ class HandoverPool:
         # The engines that sessions were given last, by id. An engine in which nothing changes stays the same object, so
         # that a comparison of two lists costs little.
         self._shared: dict[str, fleet_pb2.AnsweringEngine] = {}
-        # Whether a session could hand requests over when `changed` was last called; if not, no session has engines.
-        self.is_used = False
 
     def hear(self, answers: dict[str, list[fleet_pb2.Engine]], now: datetime) -> None:
         """Take in the connected engines of the other replicas that answered, by the replicas' ids."""
@@ -61,7 +59,6 @@ class HandoverPool:
             and policy.disagg.enabled
             and policy.disagg.thinks(session.hello.labels)
         }
-        self.is_used = bool(takers)
         by_thinking, promises = self._promises(sessions if takers else ()), Promises()
         for promised in by_thinking.values():
             promises.update(promised)

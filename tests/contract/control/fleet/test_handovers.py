@@ -72,4 +72,6 @@ async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Co
         again = [move for response in replayed(records) for move in response.directives.hand_overs]
         assert [(m.decision_id, m.slot, m.url, m.ref) for m in again] == [(move.decision_id, 0, move.url, move.ref)]
         b.call.cancel()
-        await until(lambda: [c.session.part(EngineHandovers).pool for c in control.fleet.connections] == [()])
+        await until(lambda: not control.connected("b"))
+        control.fleet.part(FleetHandovers).share()
+        assert [c.session.part(EngineHandovers).pool for c in control.fleet.connections] == [()]
