@@ -94,6 +94,9 @@ class _Room:
         """Return the number of blocks that may still be promised."""
         return policy.max_pool_kv_used * self.engine.num_blocks - self.blocks
 
+    def order(self, policy: DisaggPolicy) -> tuple[float, str]:
+        return self.free(policy), self.engine.engine_id
+
     def keeps(self, policy: DisaggPolicy) -> bool:
         """Return whether the engine keeps the requests that are promised to it."""
         return self.engine.kv_used <= policy.max_pool_kv_used + KEEP_MARGIN
@@ -108,34 +111,55 @@ class _Room:
         return step_ms(self.engine.step_ms, self.engine.sequence_ms, self.requests + 1)
 
 
+class _Rooms:
+    """The rooms of a pool's engines. An engine gets its room when the room is needed, because a look at all engines for
+    each report would take a replica with hundreds of engines a second of work each second."""
+
+    def __init__(self, policy: DisaggPolicy, pool: Mapping[str, fleet_pb2.AnsweringEngine]) -> None:
+        self._policy, self._pool = policy, pool
+        self._rooms: dict[str, _Room] = {}
+
+    def of(self, engine_id: str) -> _Room | None:
+        if engine_id not in self._rooms and (engine := self._pool.get(engine_id)) is not None:
+            self._rooms[engine_id] = _Room(engine)
+        return self._rooms.get(engine_id)
+
+    def roomiest(self, but: str = "") -> _Room | None:
+        """Return the engine with the most room, apart from `but`; several requests thereby spread over the engines."""
+        # Of the engines that have no room here yet, the first one has the most free blocks.
+        self.of(next((name for name in self._pool if name not in self._rooms and name != but), ""))
+        rooms = (room for name, room in self._rooms.items() if name != but)
+        return max(rooms, key=lambda room: room.order(self._policy), default=None)
+
+
 def decide(
     policy: DisaggPolicy,
     engine: ThinkingEngine,
-    pool: Sequence[fleet_pb2.AnsweringEngine],
+    pool: Mapping[str, fleet_pb2.AnsweringEngine],
     holding: Sequence[Holding],
     in_force: Mapping[int, Move],
 ) -> list[Move]:
     """Return the handovers to decide, and those to take back.
 
-    pool: the engines for which `unfit` gives no reason. holding: the requests that may be handed over, including those
-    of `in_force`. in_force: the handovers that are in force, by slot.
+    pool: the engines for which `unfit` gives no reason, in the order of `by_room`. holding: the requests that may be
+    handed over, including those of `in_force`. in_force: the handovers that are in force, by slot.
     """
-    rooms = {answering.engine_id: _Room(answering) for answering in pool}
+    rooms = _Rooms(policy, pool)
     blocks = {slot: move.blocks for slot, move in in_force.items()}
     blocks |= {holds.slot: holds.blocks for holds in holding if holds.slot in in_force}
     for slot, move in in_force.items():
-        if (room := rooms.get(_engine_id(move))) is not None:
+        if (room := rooms.of(_engine_id(move))) is not None:
             room.promise(blocks[slot])
     moves: list[Move] = []
     by_slot = {holds.slot: holds for holds in holding}
     for slot, move in sorted(in_force.items()):
-        room = rooms.get(_engine_id(move))
+        room = rooms.of(_engine_id(move))
         if room is not None and room.keeps(policy):
             continue
         if room is not None:
             room.promise(-blocks[slot], -1)
-        moves.append(_other(policy, engine, rooms.values(), by_slot.get(slot), move))
-    leaving, leaving_blocks, room = len(in_force), sum(blocks.values()), _roomiest(policy, rooms.values())
+        moves.append(_other(policy, engine, rooms, by_slot.get(slot), move))
+    leaving, leaving_blocks, room = len(in_force), sum(blocks.values()), rooms.roomiest()
     # The transfer of a request without tokens takes the least time: if it has no reason to leave, no other request has.
     if room is None or not _pressure(policy, _move(engine, room, Holding(0, 0, 0), "", (leaving, leaving_blocks))):
         return moves
@@ -149,8 +173,14 @@ def decide(
             moves.append(move._replace(reason=reason))
             room.promise(holds.blocks)
             leaving, leaving_blocks = leaving + 1, leaving_blocks + holds.blocks
-            room = _roomiest(policy, rooms.values())
+            room = rooms.roomiest()
     return moves
+
+
+def by_room(policy: DisaggPolicy, engines: Iterable[fleet_pb2.AnsweringEngine]) -> dict[str, fleet_pb2.AnsweringEngine]:
+    """Return answering engines by id, those with the most room first."""
+    rooms = sorted(map(_Room, engines), key=lambda room: room.order(policy), reverse=True)
+    return {room.engine.engine_id: room.engine for room in rooms}
 
 
 def unfit(policy: DisaggPolicy, hello: agent_pb2.Hello, engine: fleet_pb2.AnsweringEngine) -> str:
@@ -183,17 +213,9 @@ def _engine_id(move: Move) -> str:
     return move.engine.engine_id if move.engine is not None else ""
 
 
-def _roomiest(policy: DisaggPolicy, rooms: Iterable[_Room]) -> _Room | None:
-    """Return the engine with the most room; several requests thereby spread over the engines."""
-    return max(rooms, key=lambda room: (room.free(policy), room.engine.engine_id), default=None)
-
-
-def _other(
-    policy: DisaggPolicy, engine: ThinkingEngine, rooms: Iterable[_Room], holds: Holding | None, move: Move
-) -> Move:
+def _other(policy: DisaggPolicy, engine: ThinkingEngine, rooms: _Rooms, holds: Holding | None, move: Move) -> Move:
     """Return the handover to another engine, or the one that takes `move` back if no other engine has room."""
-    others = [room for room in rooms if room.engine.engine_id != _engine_id(move)]
-    room = _roomiest(policy, others)
+    room = rooms.roomiest(but=_engine_id(move))
     if holds is None or room is None or room.free(policy) < holds.blocks:
         return Move(move.slot, move.blocks, TAKEN_BACK)
     replacement = _move(engine, room, holds, move.reason, (0, 0))

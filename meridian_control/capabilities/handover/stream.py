@@ -23,7 +23,7 @@ from meridian_control.engine.think_ends import FINISHED
 from meridian_control.policy.disagg_schema import DisaggPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping
     from datetime import datetime
 
     from meridian_control.capabilities.handover.results import Key
@@ -65,8 +65,8 @@ class EngineHandovers(Part):
         # Ids of requests that the engine has refused to hand over.
         self._refused: set[str] = set()
         self._policy = DisaggPolicy()
-        # A pool and a policy, and the engines of the pool that fit under it.
-        self._fit_for: tuple[Any, Any, Sequence[fleet_pb2.AnsweringEngine]] = None, None, ()
+        # A pool and a policy, and the engines of the pool that fit under it, those with the most room first.
+        self._fit_for: tuple[Any, Any, Mapping[str, fleet_pb2.AnsweringEngine]] = None, None, {}
         self._kv_used = 0.0
 
     # ---------------------------------------------------------------------------------------------------------- reports
@@ -188,11 +188,11 @@ class EngineHandovers(Part):
             for move in rule.decide(policy, self._engine_facts(cost), self._fit_engines(policy), holding, in_force):
                 self._tell(move, out)
 
-    def _fit_engines(self, policy: DisaggPolicy) -> Sequence[fleet_pb2.AnsweringEngine]:
+    def _fit_engines(self, policy: DisaggPolicy) -> Mapping[str, fleet_pb2.AnsweringEngine]:
         """Return the engines of the pool that fit, which change only with the pool and the policy."""
         if not (self._fit_for[0] is self.pool and self._fit_for[1] is policy):
             fit = [engine for engine in self.pool if not rule.unfit(policy, self._hello, engine)]
-            self._fit_for = self.pool, policy, fit
+            self._fit_for = self.pool, policy, rule.by_room(policy, fit)
         return self._fit_for[2]
 
     def no_hand_over(self, policy: DisaggPolicy) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from meridian_control.capabilities.handover import rule
 from meridian_control.capabilities.handover.measured_costs import AnswerLength, TransferCost
 from meridian_control.capabilities.handover.rule import (
     KV_PRESSURE,
@@ -16,7 +17,6 @@ from meridian_control.capabilities.handover.rule import (
     TAKEN_BACK,
     Holding,
     Move,
-    decide,
     unfit,
 )
 from tests.unit.control.capabilities.handover.engines import answering, disagg, hello, thinking
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from meridian.v1 import fleet_pb2
 
+    from meridian_control.capabilities.handover.rule import ThinkingEngine
+    from meridian_control.policy.disagg_schema import DisaggPolicy
+
 POLICY = disagg().disagg
 # Steps of 50 ms on the thinking engine and of 11 ms on the answering engine, and answers of 100 tokens.
 SLOW: dict[str, Any] = {"running": 10, "sequence_ms": 5.0, "answer_tokens": 100.0}
@@ -34,6 +37,16 @@ FAST: dict[str, Any] = {"running": 10, "sequence_ms": 1.0}
 
 def holding(*blocks: int) -> list[Holding]:
     return [Holding(slot, count * 16, count) for slot, count in enumerate(blocks)]
+
+
+def decide(
+    policy: DisaggPolicy,
+    engine: ThinkingEngine,
+    pool: Sequence[fleet_pb2.AnsweringEngine],
+    holding: Sequence[Holding],
+    in_force: dict[int, Move],
+) -> list[Move]:
+    return rule.decide(policy, engine, rule.by_room(policy, pool), holding, in_force)
 
 
 def where(moves: Sequence[Move]) -> list[tuple[int, str, str]]:

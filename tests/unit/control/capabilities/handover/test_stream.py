@@ -101,18 +101,22 @@ def test_a_handover_is_taken_back_once_the_answering_engine_is_gone_or_frozen(
     assert again.url == "http://c:8000"
 
 
-def test_a_report_looks_at_the_answering_engines_once_however_many_requests_there_are(
+def test_a_report_looks_at_few_answering_engines_and_at_all_only_if_they_have_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = pressed()
-    made.pool(answering(), answering("c"))
+    made, engines = pressed(), [answering(f"b{number}") for number in range(500)]
+    made.pool(*engines)
     made.report(opened=[made.opened(slot) for slot in range(9)], kv_used=0.5)
-    unfit, roomiest, move = (counting(monkeypatch, rule, name) for name in ("unfit", "_roomiest", "_move"))
+    unfit, rooms, moves = (counting(monkeypatch, rule, name) for name in ("unfit", "_Room", "_move"))
     made.report(kv_used=0.5)
-    assert [len(calls) for calls in (unfit, roomiest, move)] == [0, 1, 1]
-    made.pool(answering(), answering("c"))
+    assert [len(calls) for calls in (unfit, rooms, moves)] == [0, 1, 1]
     assert len(made.report(kv_used=0.95)) == 2
-    assert [len(calls) for calls in (unfit, roomiest)] == [2, 1 + 3]
+    assert [len(calls) for calls in (unfit, rooms)] == [0, 1 + 3], "the engine of each request, and the next one"
+    made.report(kv_used=0.95)
+    assert [len(calls) for calls in (unfit, rooms)] == [0, 1 + 3 + 3], "the engines of both requests, and the next one"
+    made.pool(*engines)
+    made.report(kv_used=0.95)
+    assert [len(calls) for calls in (unfit, rooms)] == [500, 1 + 3 + 3 + 500 + 3]
 
 
 @pytest.mark.parametrize("changed", [disagg(enabled=False), disagg(shadow=True), disagg(answering_pool={"pool": "x"})])
