@@ -69,7 +69,7 @@ class Handover(Detail):
 @dataclass(eq=False, slots=True)
 class _Request:
     """A request that was to be handed over. lives: whether it lives on its thinking engine, as far as is known. until:
-    time at which nobody continues it any more, None while it lives or another engine continues it."""
+    time at which nobody continues it any more, None while it lives or an engine of this replica continues it."""
 
     key: Key
     decisions: list[Handover] = field(default_factory=list)
@@ -195,7 +195,8 @@ class Handovers:
             result = HANDED_OVER if continuation.transferred_tokens else RECOMPUTED
             self._settle(request, result, f"{continuation.transferred_tokens} tokens {where}", decision)
         elif continuation.state == LIVE:
-            request.until = None
+            # Another replica repeats the message while it lives; if that replica ends, nobody reports the rest.
+            request.until = None if request.lives or self._is_continued(request) else now + WAIT
         elif continuation.state == COMPLETE:
             # The report with the number of tokens was lost.
             self._settle(request, RECOMPUTED, f"finished on {continuation.engine_id}, transfer unknown", decision)

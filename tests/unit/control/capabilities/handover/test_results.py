@@ -102,6 +102,17 @@ def test_a_lost_stream_looks_at_the_continuations_once_not_once_per_request() ->
     assert lines(500) - lines(1) < 5 * 500
 
 
+def test_a_replica_that_says_no_more_of_a_continuation() -> None:
+    results, made = decided()
+    stop(results)
+    for after in (timedelta(), WAIT):
+        happen(results, "told b", after)
+    results.expire(LATE)
+    assert (made.result, results.pending()) == ("", 1)
+    results.expire(LATE + WAIT)
+    assert (made.result, results.pending(), results._by_ref) == (CLIENT_GONE, 0, {})
+
+
 def test_the_oldest_continuations_go_first() -> None:
     results = Handovers()
     for number in range(MAX_CONTINUED + 1):
@@ -115,14 +126,14 @@ EVENTS = (
     *("stopped", "finished", "aborted", "lost a", "back a", "again", "expire", "later"),
     *(
         f"{event} {engine}"
-        for event in ("open", "token", "empty", "finish", "abort", "lost", "listed")
+        for event in ("open", "token", "empty", "finish", "abort", "lost", "listed", "told")
         for engine in "bc"
     ),
 )
 
 
 def happen(results: Handovers, event: str, now: timedelta) -> None:
-    """Let one event happen; reports of another replica come as its messages."""
+    """Let one event happen; `told` is a message of another replica."""
     kind, _, name = event.partition(" ")
     key, at = {"b": B, "c": C}.get(name, A), NOW + now
     if kind in ("stopped", "finished", "aborted"):
@@ -138,6 +149,10 @@ def happen(results: Handovers, event: str, now: timedelta) -> None:
         results.expire(at)
     elif kind == "open":
         results.opened("r", key, at)
+    elif kind == "told":
+        state = fleet_pb2.CONTINUED_STATE_LIVE
+        told = fleet_pb2.ContinuedRequest(ref="r", engine_id=name, request_id="elsewhere", state=state)
+        results.take_continuation(told, at)
     elif kind in ("token", "empty"):
         results.first_token("r", key, 160 * (kind == "token"), 30.0, at)
     elif kind in ("finish", "abort"):
