@@ -20,7 +20,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.capabilities.self_calibration import rule as rules
 from meridian_control.capabilities.self_calibration import shown
 from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Newest, can_be_kept
-from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State, fewest
+from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.capabilities.self_calibration.watch import Watch
 from meridian_control.common.errors import EtagMismatch, MeridianError, PolicyError, RolloutActive, StoreUnavailable
@@ -221,13 +221,13 @@ class SelfCalibration(FleetPart):
             learner = learner.probed(probing, newest.number)
             recorded = await self._store.count(traffic, learner.after)
             if not obstacle and learner.is_due(recorded, own.entropy.max_loss, now):
-                learner = await self._attempt(learner, recorded, own, current)
+                learner = await self._attempt(learner, own, current)
         if learner != before:
             await self._store.save(learner)
             self._states[traffic], self._is_known = learner.state, True
 
-    async def _attempt(self, learner: Learner, recorded: int, own: Policy, current: StoredRevision) -> Learner:
-        """Calibrate, and begin the rollout of the rule that is proved. recorded: number of the requests that count."""
+    async def _attempt(self, learner: Learner, own: Policy, current: StoredRevision) -> Learner:
+        """Calibrate, and begin the rollout of the rule that is proved."""
         assert self._store is not None
         store, max_loss = self._rollouts.store, own.entropy.max_loss
         if (
@@ -236,14 +236,12 @@ class SelfCalibration(FleetPart):
             or (engines := await self._connected()) is None
         ):
             return learner
-        last, episodes = await self._store.read(
-            learner.traffic, learner.after, fewest(learner.attempts + 1, max_loss), MAX_READ_BYTES
-        )
+        last, episodes = await self._store.read(learner.traffic, learner.after, learner.reads(max_loss), MAX_READ_BYTES)
         goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
         found = await self._result(learner.traffic, _task(own, episodes) | goal)
         now = self._clock()
         if "missing" in found:
-            return learner.short(found["requests"], recorded, found["missing"], last, now)
+            return learner.short(found["requests"], len(episodes), found["missing"], last, now)
         if "rule" not in found:
             logger.info("no rule is safe for %s: %s", learner.traffic, found["why"])
             anew = bool(found.get("anew"))

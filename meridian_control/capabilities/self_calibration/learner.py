@@ -61,8 +61,9 @@ class Learner(Value):
 
     since, why: when the state began, and the reason in one line. after: number of the newest episode that no longer
     counts. probing: how the policy probes the episodes after that, in words that only have to differ. needed: episodes
-    without which no attempt is due, whatever the policy allows. attempts: over the whole life of the traffic, so that
-    with CONFIDENCE none of its rules ever loses more than the allowed share. rollout_id: the rollout of the rule.
+    without which no attempt is due, whatever the policy allows. least: episodes that the next attempt reads at least,
+    because of the newest ones too few could be judged. attempts: over the whole life of the traffic, so that with
+    CONFIDENCE none of its rules ever loses more than the allowed share. rollout_id: the rollout of the rule.
     """
 
     traffic: str
@@ -72,6 +73,7 @@ class Learner(Value):
     after: int = 0
     probing: str = ""
     needed: int = 0
+    least: int = 0
     attempts: int = 0
     requests: int = 0
     rule: Rule | None = None
@@ -87,7 +89,7 @@ class Learner(Value):
         first attempt, because EAT at other places is another EAT. newest: number of the newest episode."""
         if probing == self.probing:
             return self
-        return self._with(probing=probing, after=newest if self.probing else self.after, needed=0)
+        return self._with(probing=probing, after=newest if self.probing else self.after, needed=0, least=0)
 
     def is_due(self, episodes: int, max_loss: float, now: datetime) -> bool:
         """Return whether so many episodes after `after` are enough for the next attempt, and the last one is over for
@@ -105,7 +107,11 @@ class Learner(Value):
 
     def needs(self, max_loss: float) -> int:
         """Return the number of episodes after `after` that the next attempt needs."""
-        return min(MAX_EPISODES, max(self.needed, fewest(self.attempts + 1, max_loss)))
+        return min(MAX_EPISODES, max(self.needed, self.reads(max_loss)))
+
+    def reads(self, max_loss: float) -> int:
+        """Return the number of episodes that the next attempt reads at least."""
+        return max(self.least, fewest(self.attempts + 1, max_loss))
 
     def refused(self, requests: int, why: str, newest: int, now: datetime, *, anew: bool = False) -> Self:
         """Note that an attempt on so many judged requests has proved no rule. newest: number of the newest episode.
@@ -117,17 +123,18 @@ class Learner(Value):
             why=why,
             after=newest if anew or needed > MAX_EPISODES else self.after,
             needed=min(MAX_EPISODES, needed),
+            least=0 if anew else self.least,
             attempts=self.attempts + (not anew),
             requests=requests,
             tried=self._tried(now, requests, why),
         )
 
-    def short(self, requests: int, recorded: int, missing: int, newest: int, now: datetime) -> Self:
-        """Note that no rule was tried, because only so many of the recorded requests can be judged, and some are
+    def short(self, requests: int, read: int, missing: int, newest: int, now: datetime) -> Self:
+        """Note that no rule was tried, because only so many of the requests that were read can be judged, and some are
         missing. newest: number of the newest episode."""
-        if (needed := recorded + missing) <= MAX_EPISODES:
-            return self._with(needed=needed)
-        why = f"{requests:,} of {recorded:,} requests can be judged, and {missing:,} more are needed"
+        if (least := read + missing) <= MAX_EPISODES:
+            return self._with(least=least)
+        why = f"{requests:,} of {read:,} requests can be judged, and {missing:,} more are needed"
         return self.refused(requests, why, newest, now, anew=True)
 
     def proved(self, rule: Rule, requests: int, rollout_id: int, now: datetime) -> Self:
@@ -160,6 +167,7 @@ class Learner(Value):
             why=why,
             after=newest,
             needed=0,
+            least=0,
             rule=None,
             rollout_id=0,
             tried=self._tried(now, self.requests, outcome),

@@ -162,13 +162,16 @@ async def test_a_rule_is_found_rolled_out_watched_and_withdrawn(control: Control
     assert (row.recorded_requests, row.needed_requests) == (0, fewest(2, 0.02))
 
 
-async def test_a_request_that_is_recorded_twice_takes_no_attempt(control: Control) -> None:
+@pytest.mark.parametrize("most_bytes", [fleet.MAX_READ_BYTES, 0], ids=["all are read", "the newest are read"])
+async def test_a_request_that_is_recorded_twice_takes_no_attempt(
+    control: Control, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
     """A request may close on two replicas, one of which has lost its stream."""
     await apply(control, ASKED)
-    part = control.fleet.part(SelfCalibration)
-    for episode in EASY.episodes(random.Random(1), 1):
-        part.record(WHO.traffic, episode)
-    await records(control, EASY, fewest(1, 0.02) - 1)
+    monkeypatch.setattr(fleet, "MAX_READ_BYTES", most_bytes)
+    await records(control, EASY, fewest(1, 0.02) - 2)
+    for _ in range(2):
+        await records(control, EASY, 1, seed=3)
     row = await found(control)
     assert (row.state, row.attempts, row.needed_requests) == ("recording", 0, fewest(1, 0.02) + 1)
     await records(control, EASY, 1, seed=2)
