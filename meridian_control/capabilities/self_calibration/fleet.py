@@ -107,8 +107,10 @@ class SelfCalibration(FleetPart):
         self._states: dict[str, State] = {}
         # Whether the store may have rules although no policy asks for self-calibration.
         self._is_known = True
-        # By traffic whose calibration runs or has failed, the time until which none is tried again.
+        # By traffic whose calibration has failed, the time until which none is tried again.
         self._rests_until: dict[str, datetime] = {}
+        # Whether the tick has made an attempt, whose calibration may take minutes.
+        self._has_tried = False
         # The newest rows of the page, and the time until which they are shown.
         self._rows: list[dict[str, Any]] = []
         self._shown_until = datetime.min.replace(tzinfo=UTC)
@@ -170,8 +172,11 @@ class SelfCalibration(FleetPart):
                 self._rests_until.pop(traffic, None)
         policies, failures = self._rollouts.store.policies, list[Exception]()
         current = await policies.current()
-        ruled = rules.ruled(current.policy) if current is not None else []
-        for traffic in dict.fromkeys([*learners, *kept, *ruled]):
+        # An attempt takes so long that all rules are looked at first.
+        ruled = [traffic for traffic, learner in learners.items() if learner.rule is not None]
+        ruled += rules.ruled(current.policy) if current is not None else []
+        self._has_tried = False
+        for traffic in dict.fromkeys([*ruled, *learners, *kept]):
             try:
                 # To read a stored policy takes time, so it is read again only if another one has come into force.
                 if current is None or current.revision < self.fleet.revision:
@@ -220,7 +225,7 @@ class SelfCalibration(FleetPart):
         else:
             learner = learner.probed(probing, newest.number)
             recorded = await self._store.count(traffic, learner.after)
-            if not obstacle and learner.is_due(recorded, own.entropy.max_loss, now):
+            if not (obstacle or self._has_tried) and learner.is_due(recorded, own.entropy.max_loss, now):
                 learner = await self._attempt(learner, own, current)
         if learner != before:
             await self._store.save(learner)
@@ -238,6 +243,7 @@ class SelfCalibration(FleetPart):
             return learner
         last, episodes = await self._store.read(learner.traffic, learner.after, learner.reads(max_loss), MAX_READ_BYTES)
         goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
+        self._has_tried = True
         found = await self._result(learner.traffic, _task(own, episodes) | goal)
         now = self._clock()
         if "missing" in found:
@@ -325,10 +331,11 @@ class SelfCalibration(FleetPart):
 
     async def _result(self, traffic: str, task: dict[str, Any]) -> dict[str, Any]:
         """Run a task for a traffic, which rests for REST_S if the task fails. Raises CalibrationError."""
-        self._rests_until[traffic] = self._clock() + timedelta(seconds=REST_S)
-        result = await self.calibrate(task)
-        self._rests_until.pop(traffic, None)
-        return result
+        try:
+            return await self.calibrate(task)
+        except Exception:
+            self._rests_until[traffic] = self._clock() + timedelta(seconds=REST_S)
+            raise
 
     async def _calibrate(self, task: dict[str, Any]) -> dict[str, Any]:
         """Run a task in a process of its own. Raises CalibrationError.
