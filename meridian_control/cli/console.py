@@ -436,6 +436,13 @@ def not_empty(context: typer.Context, option: typer.CallbackParam, value: str) -
     return value
 
 
+def finite(value: float) -> float:
+    """Refuse infinity, and NaN, which is in every range, because it compares with no end. Raises typer.BadParameter."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"must be a finite number; got {value}")
+    return value
+
+
 def duration_s(text: str) -> int:
     """Return the seconds of a duration such as `30s`, `10m`, `2h` or `1d`. Raises typer.BadParameter."""
     number, unit = text[:-1], text[-1:]

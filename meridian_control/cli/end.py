@@ -18,6 +18,7 @@ from meridian_control.cli.console import (
     as_dict,
     connect,
     fail,
+    finite,
     not_empty,
     say,
     show_value,
@@ -55,7 +56,7 @@ def end(
         str,
         typer.Option(help="Look only at the requests of this engine.", autocompletion=engine_ids, callback=not_empty),
     ] = "",
-    wait: Annotated[float, typer.Option(min=0, max=5, help="Seconds to wait for the outcome.")] = 2.0,
+    wait: Annotated[float, typer.Option(min=0, max=5, help="Seconds to wait for the outcome.", callback=finite)] = 2.0,
     output: OutputOption = Output.table,
 ) -> None:
     """End the thinking of a live request now, so that the engine generates the answer, and print the outcome."""

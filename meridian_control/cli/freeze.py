@@ -23,6 +23,7 @@ from meridian_control.cli.console import (
     connect,
     duration_s,
     fail,
+    finite,
     labels_of,
     new_table,
     not_empty,
@@ -58,7 +59,9 @@ def freeze(
         list[str] | None, typer.Option(help="Label of engines to freeze, NAME=VALUE; may be repeated.")
     ] = None,
     author: Author = "",
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until the engines confirm the freeze.")] = 10.0,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait until the engines confirm the freeze.", callback=finite)
+    ] = 10.0,
     engines: LeastEngines = None,
     allow_none: AllowNone = False,
 ) -> None:

@@ -35,6 +35,7 @@ from meridian_control.cli.console import (
     connect,
     console,
     fail,
+    finite,
     new_table,
     not_empty,
     pages,
@@ -292,7 +293,7 @@ def pressure(
 def wait(
     context: typer.Context,
     revision: Annotated[int | None, revision(typer.Option, "N", "Revision to wait for.", "the one in force")] = None,
-    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait at most.", callback=finite)] = 60.0,
     engines: LeastEngines = None,
     allow_none: AllowNone = False,
 ) -> None:

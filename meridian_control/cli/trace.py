@@ -22,6 +22,7 @@ from meridian_control.cli.console import (
     connect,
     console,
     fail,
+    finite,
     new_table,
     not_empty,
     reported,
@@ -45,7 +46,9 @@ def record(
     engine: Annotated[
         str, typer.Option(help="Record only this engine.", autocompletion=engine_ids, callback=not_empty)
     ] = "",
-    duration: Annotated[float, typer.Option(min=0, help="Seconds to record; 0 for until Ctrl-C.")] = 0.0,
+    duration: Annotated[
+        float, typer.Option(min=0, help="Seconds to record; 0 for until Ctrl-C.", callback=finite)
+    ] = 0.0,
     requests: Annotated[int, typer.Option(min=0, help="Number of finished requests to record; 0 for no limit.")] = 0,
 ) -> None:
     """Write a trace of the messages between engines and control plane: signals and decisions, no text."""
@@ -81,10 +84,13 @@ def calibrate(
         typer.Option(help='File of JSON lines {"request_id", "think_tokens", "correct", "group"}.'),
     ] = None,
     max_loss: Annotated[
-        float, typer.Option(min=0, max=1, help="Loss of accuracy, a fraction, that a rule provably does not exceed.")
+        float,
+        typer.Option(
+            min=0, max=1, help="Loss of accuracy, a fraction, that a rule provably does not exceed.", callback=finite
+        ),
     ] = 0.01,
     confidence: Annotated[
-        float, typer.Option(min=0.5, max=0.999, help="Confidence level of intervals and bounds.")
+        float, typer.Option(min=0.5, max=0.999, help="Confidence level of intervals and bounds.", callback=finite)
     ] = 0.95,
     attempt: Annotated[
         int,

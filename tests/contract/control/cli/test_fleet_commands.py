@@ -5,7 +5,7 @@ import json
 import shlex
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import grpc
 import pytest
@@ -13,6 +13,7 @@ import yaml
 from meridian.v1 import agent_pb2, fleet_pb2, freeze_pb2, policy_pb2, rollout_pb2
 
 from meridian_control.cli import console, top
+from meridian_control.cli.main import app
 from tests.contract.ctl import (
     CONNECTED,
     FAILED,
@@ -170,6 +171,31 @@ async def test_a_value_that_would_stand_for_everything_is_refused(control: Contr
     refused = await control(*shlex.split(words), *(["engines"] if words.startswith("--") else []))
     assert (refused.exit_code, refused.stdout) == (INVALID, "")
     assert complaint in " ".join(refused.stderr.replace("│", " ").split())
+
+
+NUMBERS = (
+    *("wait --timeout", "freeze --for 1m --reason x --wait", "end r --wait", "record never.trace --duration"),
+    *("calibrate never.trace --max-loss", "calibrate never.trace --confidence"),
+)
+
+
+@pytest.mark.parametrize("words", NUMBERS)
+async def test_an_option_refuses_what_is_no_finite_number(control: Control, words: str) -> None:
+    """Each comparison with NaN is false, so that NaN is in every range, and no time ever comes."""
+    for number in ("nan", "inf"):
+        refused = await control(*words.split(), number)
+        assert (refused.exit_code, refused.stdout) == (INVALID, "")
+        assert f"Invalid value for '{words.rsplit(maxsplit=1)[-1]}'" in refused.stderr
+
+
+def test_no_other_option_is_a_number_with_a_fraction() -> None:
+    apps, found = [app], set[str]()
+    for each in apps:
+        apps += [group.typer_instance for group in each.registered_groups if group.typer_instance is not None]
+        for command in each.registered_commands:
+            hints = get_type_hints(command.callback, include_extras=True).items() if command.callback else ()
+            found |= {f"--{name.replace('_', '-')}" for name, hint in hints if "float" in str(hint)}
+    assert found == {words.split()[-1] for words in NUMBERS}
 
 
 async def test_top_without_a_terminal(control: Control) -> None:
