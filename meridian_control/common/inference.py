@@ -26,6 +26,8 @@ ALTERNATIVES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 # Test of a shift: largest probability that a bound of a bin's calibrated share is wrong, over all bins; and the share
 # by which a bin may exceed its bound, because the mix of live requests always varies a little.
 WRONG_BOUND_RATE, TOLERATED_SHARE = 0.001, 0.1
+# Largest number of requests that a proof is said to need; a float holds no quotient by the smallest losses.
+MOST_NEEDED = 10**15
 
 
 @dataclass(frozen=True)
@@ -236,10 +238,11 @@ def confidence_of(attempt: int, confidence: float) -> float:
 
 
 def needed_to_prove(max_loss: float, confidence: float) -> float:
-    """Return the number of independent requests or groups without any harm whose bound is `max_loss`."""
+    """Return the number of independent requests or groups without any harm whose bound is `max_loss`, at most
+    MOST_NEEDED; infinity if no number is enough."""
     if not 0 < max_loss < 1:
         return 1.0 if max_loss else math.inf
-    return math.ceil(math.log(1 - confidence) / math.log1p(-max_loss))
+    return math.ceil(min(MOST_NEEDED, math.log(1 - confidence) / math.log1p(-max_loss)))
 
 
 class SequentialTest:

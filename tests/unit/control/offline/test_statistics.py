@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import special  # type: ignore[import-untyped]
 
-from meridian_control.common.inference import binomial_upper, confidence_of, needed_to_prove
+from meridian_control.common.inference import MOST_NEEDED, binomial_upper, confidence_of, needed_to_prove
 from meridian_control.offline.statistics import Area, mean_bound
 
 
@@ -49,6 +49,7 @@ def test_what_the_attempts_need() -> None:
     assert needed_to_prove(0.01, 0.95) == 299
     assert binomial_upper(0, 299, 0.95) <= 0.01 < binomial_upper(0, 298, 0.95)
     assert (needed_to_prove(0.0, 0.95), needed_to_prove(1.0, 0.95)) == (float("inf"), 1)
+    assert [needed_to_prove(loss, 0.95) for loss in (1e-300, 5e-324)] == [MOST_NEEDED] * 2
 
 
 def test_the_area_under_the_curve_counts_pairs() -> None:

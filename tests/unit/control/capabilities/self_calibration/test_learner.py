@@ -57,6 +57,7 @@ def test_no_attempt_is_due_that_needs_more_requests_than_are_kept() -> None:
     assert new.is_due(MAX_EPISODES, 0.0015, NOW + PAUSE)
     assert new.hopeless(0.001) == "entropy.max_loss 0.001 needs 7,376 requests in the next attempt; 5,000 are kept"
     assert not new.is_due(MAX_EPISODES, 0.001, NOW + PAUSE)
+    assert new.hopeless(1e-310), "a loss by which a float holds no quotient stops no other traffic"
     refused = new.refused(4916, "no", 1, NOW)
     assert refused.hopeless(0.0015).startswith("entropy.max_loss 0.0015 needs 6,380 requests"), "a later attempt"
     assert not new.proved(RULE, 900, 7, NOW).hopeless(0.001), "a rule that is proved stays in force"
