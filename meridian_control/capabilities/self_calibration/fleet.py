@@ -33,7 +33,7 @@ from meridian_control.rollout.state import By
 from meridian_control.rollout.state import State as RolloutState
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from meridian_control.capabilities.self_calibration.store import EpisodeStore
     from meridian_control.engine.part import Stream
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Most episodes that wait for the store; and most traffics that are kept, those that came last, because clients may
-# choose SLO classes.
-MAX_WAITING, MAX_TRAFFICS = 10_000, 64
+# Most episodes that wait for the store, and most bytes of them, because one may have a hundred thousand.
+MAX_WAITING, MAX_WAITING_BYTES = 10_000, 64 << 20
+# Most traffics that are kept, those that came last, because clients may choose SLO classes.
+MAX_TRAFFICS = 64
 # Number of new episodes of a traffic after which its rule in force is judged again.
 JUDGED_EVERY = 20
 # Time without a recorded request after which a rule is withdrawn, because nothing shows its harm, or no engine serves
@@ -94,8 +95,9 @@ class SelfCalibration(FleetPart):
     def __init__(self, fleet: Fleet) -> None:
         self.fleet, self._clock = fleet, fleet.clock
         self.calibrate: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = self._calibrate
-        # Episodes as JSON, each with the name of its traffic.
-        self._new: deque[tuple[str, str]] = deque(maxlen=MAX_WAITING)
+        # Episodes as JSON, each with the name of its traffic, and the bytes of all.
+        self._new: deque[tuple[str, str]] = deque()
+        self._new_bytes = 0
         # By traffic, those of the newest requests last, how many requests this replica has recorded under the policy in
         # force, and left out for each reason.
         self._seen: dict[str, Counter[LeftOut | None]] = {}
@@ -134,7 +136,14 @@ class SelfCalibration(FleetPart):
         if len(self._seen) > MAX_TRAFFICS:
             del self._seen[next(iter(self._seen))]
         if not isinstance(found, LeftOut):
-            self._new.append((traffic, found.to_json()))
+            self._wait([(traffic, found.to_json())])
+
+    def _wait(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Let episodes wait for the store. If too many wait, the oldest ones go."""
+        self._new.extend(rows)
+        self._new_bytes += sum(len(episode) for _, episode in rows)
+        while len(self._new) > MAX_WAITING or self._new_bytes > MAX_WAITING_BYTES:
+            self._new_bytes -= len(self._new.popleft()[1])
 
     def policy_came(self, stored: StoredRevision) -> None:
         self._seen.clear()
@@ -191,13 +200,18 @@ class SelfCalibration(FleetPart):
 
     async def _record(self) -> None:
         if self._store is not None and self._new:
-            rows = list(self._new)
-            self._new.clear()
+            rows = self._take()
             try:
                 await self._store.add(rows, self._clock(), MAX_EPISODES)
             except StoreUnavailable:
-                self._new.extendleft(reversed(rows))
+                self._wait([*rows, *self._take()])
                 raise
+
+    def _take(self) -> list[tuple[str, str]]:
+        rows = list(self._new)
+        self._new.clear()
+        self._new_bytes = 0
+        return rows
 
     async def _step(self, traffic: str, learner: Learner | None, newest: Newest, current: StoredRevision) -> None:
         assert self._store is not None

@@ -599,6 +599,25 @@ async def test_episodes_are_kept_while_the_store_is_away(control: Control, monke
     assert (await found(control)).recorded_requests == 10
 
 
+@pytest.mark.parametrize("name", ["MAX_WAITING", "MAX_WAITING_BYTES"])
+async def test_the_oldest_episodes_go_while_the_store_is_away(
+    control: Control, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    await apply(control, ASKED)
+    newest = EASY.episodes(random.Random(4), 3)
+    most_bytes = sum(len(episode.to_json()) for episode in newest)
+    monkeypatch.setattr(fleet, name, most_bytes if name.endswith("BYTES") else len(newest))
+    with monkeypatch.context() as patched:
+        patched.setattr(control.store.database, "writing", unavailable)
+        for seed, count in ((2, 5), (3, 2), (4, 3)):
+            with pytest.raises(StoreUnavailable):
+                await records(control, EASY, count, seed=seed)
+    part = control.fleet.part(SelfCalibration)
+    await part.tick()
+    assert part._store is not None
+    assert (await part._store.read(WHO.traffic, 0, 10, 0))[1] == [episode.to_json() for episode in newest]
+
+
 def unavailable(*_: object, **__: object) -> None:
     raise StoreUnavailable("policy store: away")
 
