@@ -235,9 +235,10 @@ class SessionReplay:
     def _probe(self, recorded: agent_pb2.ProbeColumns, row: int) -> int:
         """Return the id of this run's probe that a recorded sample fits, 0 for none."""
         request, recorded_id = self.live.get(recorded.slot[row]), recorded.decision_id[row]
+        placement = self._placements.pop(recorded_id, ANYWHERE)
         for asked in request.asked if request is not None else ():
             # The end of a paragraph is the end of a sentence, too, and has the larger number.
-            fits = asked[0].placement <= max(ANYWHERE, self._placements.get(recorded_id, ANYWHERE))
+            fits = asked[0].placement <= max(ANYWHERE, placement)
             if fits and recorded.think_tokens[row] >= asked[1]:
                 request.asked.remove(asked)  # type: ignore[union-attr]
                 self._same[recorded_id] = asked[0].decision_id

@@ -7,7 +7,7 @@ slot for each sentence end. The module knows no statistics.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,8 +45,8 @@ SIGNALS = {
 }
 # Families whose rules read probes.
 PROBED = frozenset(family for family, signals in SIGNALS.items() if "EAT" in signals)
-
-
+# Sets of probes whose EAT is kept for the next rules, as many as gates are tried: each takes 72 bytes a sentence end.
+STATES = 8
 # Columns of the request table from which RPDI follows.
 ENTROPIES = ("entropy_count", "entropy_sum", "entropy_window_sum")
 
@@ -148,8 +148,8 @@ class Replay:
         asked = episodes.decided_tokens - episodes.think_tokens + (self._late if held else 0)
         both = ((False, places), (True, places + asked))
         self._eat = {gated: (at, self._judged(episodes.owner, placed, at)) for gated, at in both}
-        self._eat_state = cache(self._eat_state_of)
-        self._subset = cache(self._subset_of)
+        self._eat_state = lru_cache(STATES)(self._eat_state_of)
+        self._subset = lru_cache(STATES)(self._subset_of)
 
     def _judged(
         self, owner: NDArray[np.int64], seen_at: NDArray[np.int64], stops_at: NDArray[np.int64]

@@ -27,7 +27,7 @@ from meridian_control.fleet.trace_records import (
     policy_record,
     up_record,
 )
-from meridian_control.offline.policy_replay import changes
+from meridian_control.offline.policy_replay import _replays, changes
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
 from tests.fakes import traces
@@ -130,6 +130,16 @@ def told(tmp_path: Path, records: list[fleet_pb2.TraceRecord], new: Policy) -> d
 def ends(found: dict[str, Any], side: str = "new") -> dict[str, tuple[str, int]]:
     """Return reason and thinking tokens of the end of each request's thinking under one of the two policies."""
     return {row["request_id"]: tuple(row[side].values()) for row in found["by_request"]}
+
+
+def test_a_probe_is_known_until_its_sample_is_read(tmp_path: Path) -> None:
+    """A trace of a day has millions of probes."""
+    made = recorded(DENSE)
+    path = traces.write(tmp_path / "a.trace", made.records)
+    (replayed,), _ = _replays(path, DENSE)
+    samples = sum(len(record.up.step.probes.slot) for record in made.records)
+    probes = sum(len(record.down.directives.probes) for record in made.records)
+    assert 0 < len(replayed._placements) == probes - samples
 
 
 def changes_nothing(found: dict[str, Any]) -> None:
