@@ -258,7 +258,11 @@ class SelfCalibration(FleetPart):
         last, episodes = await self._store.read(learner.traffic, learner.after, learner.reads(max_loss), MAX_READ_BYTES)
         goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
         self._has_tried = True
-        found = await self._result(learner.traffic, _task(own, episodes) | goal)
+        try:
+            found = await self._result(learner.traffic, _task(own, episodes) | goal)
+        except CalibrationError as error:
+            await self._store.save(learner.failed(str(error)))
+            raise
         now = self._clock()
         if "missing" in found:
             return learner.short(found["requests"], len(episodes), found["missing"], last, now)

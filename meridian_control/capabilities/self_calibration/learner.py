@@ -59,17 +59,19 @@ class Tried(Value):
 class Learner(Value):
     """A learner holds what is known of one traffic; each method returns the next value.
 
-    since, why: when the state began, and the reason in one line. after: number of the newest episode that no longer
-    counts. probing: how the policy probes the episodes after that, in words that only have to differ. needed: episodes
-    without which no attempt is due, whatever the policy allows. least: episodes that the next attempt reads at least,
-    because of the newest ones too few could be judged. attempts: over the whole life of the traffic, so that with
-    CONFIDENCE none of its rules ever loses more than the allowed share. rollout_id: the rollout of the rule.
+    since, why: when the state began, and the reason in one line. failure: the error of the newest calibration, empty if
+    it had a result. after: number of the newest episode that no longer counts. probing: how the policy probes the
+    episodes after that, in words that only have to differ. needed: episodes without which no attempt is due, whatever
+    the policy allows. least: episodes that the next attempt reads at least, because of the newest ones too few could be
+    judged. attempts: over the whole life of the traffic, so that with CONFIDENCE none of its rules ever loses more than
+    the allowed share. rollout_id: the rollout of the rule.
     """
 
     traffic: str
     state: State = State.RECORDING
     since: datetime
     why: str = ""
+    failure: str = ""
     after: int = 0
     probing: str = ""
     needed: int = 0
@@ -89,7 +91,7 @@ class Learner(Value):
         first attempt, because EAT at other places is another EAT. newest: number of the newest episode."""
         if probing == self.probing:
             return self
-        return self._with(probing=probing, after=newest if self.probing else self.after, needed=0, least=0)
+        return self._with(probing=probing, after=newest if self.probing else self.after, needed=0, least=0, failure="")
 
     def is_due(self, episodes: int, max_loss: float, now: datetime) -> bool:
         """Return whether so many episodes after `after` are enough for the next attempt, and the last one is over for
@@ -121,6 +123,7 @@ class Learner(Value):
             state=State.REFUSED,
             since=now,
             why=why,
+            failure="",
             after=newest if anew or needed > MAX_EPISODES else self.after,
             needed=min(MAX_EPISODES, needed),
             least=0 if anew else self.least,
@@ -129,11 +132,15 @@ class Learner(Value):
             tried=self._tried(now, requests, why),
         )
 
+    def failed(self, error: str) -> Self:
+        """Note that a calibration had no result."""
+        return self._with(failure=error)
+
     def short(self, requests: int, read: int, missing: int, newest: int, now: datetime) -> Self:
         """Note that no rule was tried, because only so many of the requests that were read can be judged, and some are
         missing. newest: number of the newest episode."""
         if (least := read + missing) <= MAX_EPISODES:
-            return self._with(least=least)
+            return self._with(least=least, failure="")
         why = f"{requests:,} of {read:,} requests can be judged, and {missing:,} more are needed"
         return self.refused(requests, why, newest, now, anew=True)
 
@@ -146,6 +153,7 @@ class Learner(Value):
             state=State.ROLLING_OUT,
             since=now,
             why="",
+            failure="",
             attempts=self.attempts + 1,
             requests=requests,
             rule=rule,

@@ -33,7 +33,7 @@ def message(learner: Learner, own: Policy, recorded: int, seen: Counter[LeftOut 
         slo_class=who.slo_class,
         model_fingerprint=who.fingerprint,
         state=learner.state.value if on else OFF,
-        why=hopeless or learner.why or (obstacle(own, who) or _left_out_text(seen) if on else ""),
+        why=hopeless or learner.failure or learner.why or (obstacle(own, who) or _left_out_text(seen) if on else ""),
         recorded_requests=recorded,
         needed_requests=learner.needs(own.entropy.max_loss) if learner.rule is None else 0,
         attempts=learner.attempts,

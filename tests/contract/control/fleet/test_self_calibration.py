@@ -546,6 +546,7 @@ async def test_a_calibration_that_fails_keeps_no_other_traffic_from_its_next_ste
     with pytest.raises(CalibrationError, match="killed"):
         await part.tick()
     assert states == ["withdrawn"], "an attempt may take long, so all rules are looked at first"
+    assert [row.why for row in await rows(control) if row.slo_class == OTHER.slo_class] == ["killed"]
     await part.tick()
     assert len(states) == 1, "the calibration that has failed is not tried again at once"
     control.now += timedelta(seconds=fleet.REST_S)

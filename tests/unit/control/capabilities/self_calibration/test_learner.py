@@ -103,6 +103,13 @@ def test_requests_that_cannot_be_judged_are_no_attempt() -> None:
     assert not full.is_due(MAX_EPISODES, LOSS, NOW + PAUSE), "the worker would run at each tick"
 
 
+def test_the_failure_of_a_calibration_is_known_until_the_next_has_a_result() -> None:
+    failed = learner().refused(400, "no", 1, NOW).failed("MemoryError")
+    assert (failed.failure, failed.why, failed.attempts) == ("MemoryError", "no", 1)
+    outcomes = failed.short(364, 366, 2, 17, NOW), failed.refused(800, "no", 2, NOW), failed.proved(RULE, 900, 7, NOW)
+    assert [outcome.failure for outcome in outcomes] == [""] * 3
+
+
 def test_attempts_are_counted_over_the_whole_life() -> None:
     rolled = learner().refused(400, "no", 1, NOW).proved(RULE, 900, 7, NOW).rolled_out(50, NOW)
     assert (rolled.state, rolled.attempts, rolled.requests, rolled.after) == (State.IN_FORCE, 2, 900, 50)
