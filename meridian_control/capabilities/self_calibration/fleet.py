@@ -227,10 +227,8 @@ class SelfCalibration(FleetPart):
             learner = await self._withdraw(learner, newest, current, "entropy.self_calibration is false")
         elif learner.state is State.ROLLING_OUT:
             learner = await self._follow(learner, newest)
-        elif learner.state is State.IN_FORCE and obstacle:
-            learner = await self._withdraw(learner, newest, current, obstacle)
-        elif learner.state is State.IN_FORCE and probing != learner.probing:
-            learner = await self._withdraw(learner, newest, current, "the policy probes at other places, or otherwise")
+        elif learner.state is State.IN_FORCE and (why := obstacle or learner.unproved(probing, own.entropy.max_loss)):
+            learner = await self._withdraw(learner, newest, current, why)
         elif learner.state is State.IN_FORCE:
             learner = await self._watch(learner, own, newest, current)
         elif has_rule:

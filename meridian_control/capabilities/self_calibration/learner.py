@@ -115,6 +115,18 @@ class Learner(Value):
         """Return the number of episodes that the next attempt reads at least."""
         return max(self.least, fewest(self.attempts + 1, max_loss))
 
+    def unproved(self, probing: str, max_loss: float) -> str:
+        """Return why the proof of the rule does not hold under a policy that probes so and allows so much loss; empty
+        if it holds."""
+        if probing != self.probing:
+            return "the policy probes at other places, or otherwise"
+        if self.rule is None or self.rule.bound <= max_loss:
+            return ""
+        return (
+            f"the rule is proved to lose at most {percent(self.rule.bound, 2)} of the answers, and entropy.max_loss "
+            f"{max_loss:g} allows less"
+        )
+
     def refused(self, requests: int, why: str, newest: int, now: datetime, *, anew: bool = False) -> Self:
         """Note that an attempt on so many judged requests has proved no rule. newest: number of the newest episode.
         anew: whether nothing could be seen on them, so that no rule was tried and only later requests count."""

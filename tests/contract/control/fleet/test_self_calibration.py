@@ -429,6 +429,20 @@ async def test_other_probes_withdraw_a_rule(control: Control) -> None:
     assert not (await policy_now(control)).override
 
 
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize(("factor", "state"), [(0.5, "withdrawn"), (1.0, "in force"), (2.0, "in force")])
+async def test_a_rule_stays_while_it_is_proved_for_what_is_allowed(control: Control, factor: float, state: str) -> None:
+    """The sequential test would need days to show that a rule loses too much which was proved for twice the loss."""
+    await in_force(control)
+    policy, bound = await policy_now(control), (await found(control)).loss_bound
+    entropy = policy.entropy.model_copy(update={"max_loss": factor * bound})
+    await apply(control, policy.model_copy(update={"entropy": entropy}))
+    await control.fleet.part(SelfCalibration).tick()
+    row = await found(control)
+    assert (row.state, bool((await policy_now(control)).override)) == (state, state == "in force")
+    assert row.why.startswith("the rule is proved to lose at most ") or state == "in force"
+
+
 async def test_a_rollout_that_is_rolled_back_withdraws_the_rule(control: Control) -> None:
     await apply(control, ASKED)
     await records(control, EASY, ENOUGH)
