@@ -27,13 +27,14 @@ def message(learner: Learner, own: Policy, recorded: int, seen: Counter[LeftOut 
     recorded: requests that count for the next attempt, or since the rule is in force. seen: requests of this replica
     that were recorded, and left out for each reason."""
     who, on = Who.of_traffic(learner.traffic), self_calibrates(own)
-    hopeless = learner.hopeless(own.entropy.max_loss) if on else ""
+    now = learner.hopeless(own.entropy.max_loss) or obstacle(own, who) if on else ""
+    why = [now or learner.failure or learner.why, _left_out_text(seen) if on else ""]
     shown = fleet_pb2.SelfCalibration(
         model=who.model,
         slo_class=who.slo_class,
         model_fingerprint=who.fingerprint,
         state=learner.state.value if on else OFF,
-        why=hopeless or learner.failure or learner.why or (obstacle(own, who) or _left_out_text(seen) if on else ""),
+        why="; ".join(filter(None, why)),
         recorded_requests=recorded,
         needed_requests=learner.needs(own.entropy.max_loss) if learner.rule is None else 0,
         attempts=learner.attempts,

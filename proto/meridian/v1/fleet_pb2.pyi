@@ -2025,7 +2025,7 @@ class SelfCalibration(_message.Message):
     policy does not ask for self-calibration.
     """
     why: _builtins.str
-    """Reason for the state in one line; empty if it needs none."""
+    """What keeps a rule from being found, or else the reason for the state, in one line; empty if there is none."""
     recorded_requests: _builtins.int
     """Requests that nothing shortened and that are recorded for the next attempt, or since the rule is in force."""
     needed_requests: _builtins.int

@@ -279,13 +279,17 @@ def with_obstacle(policy: Policy, more: dict[str, Any], overrides: list[dict[str
 
 
 @OBSTACLES
+@pytest.mark.parametrize("attempts", [0, 1])
 async def test_what_keeps_a_rule_from_being_found_is_said(
-    control: Control, more: dict[str, Any], overrides: list[dict[str, Any]], why: str
+    control: Control, attempts: int, more: dict[str, Any], overrides: list[dict[str, Any]], why: str
 ) -> None:
+    if attempts:
+        await apply(control, ASKED)
+        await records(control, MISLED, ENOUGH)
     await apply(control, with_obstacle(ASKED, more, overrides))
-    await records(control, EASY, ENOUGH)
+    await records(control, EASY, ENOUGH, seed=2)
     row = await found(control)
-    assert row.state == "recording"
+    assert (row.state, row.attempts) == ("nothing is safe" if attempts else "recording", attempts)
     assert row.why.startswith(why)
 
 
@@ -502,6 +506,12 @@ async def test_most_requests_that_are_left_out_are_explained(control: Control) -
     await apply(control, ASKED.model_copy(update={"telemetry": TelemetryPolicy(shadow_sample_ratio=1.0)}))
     part.record(WHO.traffic, LeftOut.FAR)
     assert (await found(control)).why.startswith("1 of 1 requests"), "another policy, another count"
+    await records(control, MISLED, ENOUGH)
+    refused = await found(control)
+    assert refused.state == "nothing is safe"
+    for _ in range(ENOUGH + 1):
+        part.record(WHO.traffic, LeftOut.FAR)
+    assert (await found(control)).why.startswith(f"{refused.why}; 468 of 934 requests are left out: ")
 
 
 async def test_the_metric_counts_traffics_by_state(control: Control) -> None:
