@@ -199,6 +199,7 @@ def replay(
     terminal.print(table)
     terminal.say(f"The new policy changes {figures['changed']} ends of thinking; -o json lists each request.")
     if missing := figures["probes_without_sample"]:
-        terminal.say(f"{missing} probes of the new policy have no recorded sample, so its entropy rules may end less.")
+        text = f"{missing} probes of the new policy have no recorded sample, so its entropy rules may end less"
+        terminal.say(f"{text}, and caps that it extends for empty answers more.")
     for engine_id, why in figures["refused"].items():
         terminal.say(f"{engine_id} would not accept the new policy: {why}")

@@ -237,6 +237,9 @@ class Replay:
             table.put(slice(count), earlier_eat_ema_nats=means[:, 1:], earlier_eat_ema_variance=variances[:, 1:])
             ends = entropy_rule.given_up if rule.family == GIVE_UP else entropy_rule.eat_converged
             fires, (places, right) = ends(policy.entropy, table), self._eat[effects.is_gated(policy.entropy)]
+            if effects.extends_empty_answers(policy) and len(episodes.empty_answer):
+                # Rules on EAT fire only at boundaries that have a sample.
+                fires[:count] &= ~episodes.empty_answer[episodes.sample]
         elif rule.family == RANK:
             fires = entropy_rule.rank_reached(policy.entropy, table)
         elif rule.family == RPDI:

@@ -36,6 +36,11 @@ def cap(
     return limit if opened.max_think_tokens is None else min(opened.max_think_tokens, limit)
 
 
+def extends_empty_answers(own: Policy) -> bool:
+    """Whether a request's thinking goes on while its answer would be empty. own: the policy that holds for it."""
+    return bool(own.scheduler.enabled and own.scheduler.empty_answer_extension_tokens)
+
+
 def answer_reserve(policy: Policy, opened: OpenedRequest) -> int:
     """Return the request's answer reserve in tokens, 0 for none."""
     scheduler = policy.scheduler

@@ -16,6 +16,7 @@ from meridian_control.engine.token_rows import differs
 from meridian_control.policy.effects import (
     EXTENSION_LEAD_TOKENS,
     eat_may_end,
+    extends_empty_answers,
     is_gated,
     only_gives_up,
     probe_lead_tokens,
@@ -110,7 +111,7 @@ def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
 
 def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
     """Return the slots so near their cap that a probe asks whether the answer would be empty, until one has told."""
-    if not (policy.scheduler.enabled and policy.scheduler.empty_answer_extension_tokens):
+    if not extends_empty_answers(policy):
         return np.zeros(0, np.intp)
     near = (table.max_think_tokens >= 0) & (table.think_tokens >= table.max_think_tokens - EXTENSION_LEAD_TOKENS)
     may = _may_be_probed(table, among) & (table.think_tokens >= table.next_cap_probe_tokens)

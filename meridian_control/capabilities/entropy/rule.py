@@ -17,6 +17,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.masks import any_in
 from meridian_control.engine.moments import joined, sentence_ends
 from meridian_control.engine.token_rows import differs
+from meridian_control.policy.effects import extends_empty_answers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -64,7 +65,7 @@ def _candidates(policy: Policy, seen: Seen, among: NDArray[np.bool_] | None) -> 
     candidates: NDArray[np.bool_] = seen.thinking & (seen.end_decided == 0)
     if among is not None:
         candidates &= among
-    if policy.scheduler.enabled and policy.scheduler.empty_answer_extension_tokens:
+    if extends_empty_answers(policy):
         candidates &= ~seen.empty_answer
     return candidates
 

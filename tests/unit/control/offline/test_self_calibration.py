@@ -112,6 +112,22 @@ def test_an_answer_is_lost_if_it_changes_after_the_stop(
     assert (result["requests"], result["harmful"], result["first"]) == (1, harmful, pytest.approx(first))
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "harmful"),
+    [
+        ({"empty_answer_extension_tokens": 100}, 0),
+        ({"empty_answer_extension_tokens": 100, "enabled": False}, 1),
+        ({"empty_answer_extension_tokens": 0}, 1),
+    ],
+)
+def test_where_an_empty_answer_keeps_thinking_going_no_answer_is_lost(scheduler: dict[str, Any], harmful: int) -> None:
+    one = episode((300, 0.05, 1), (400, 0.05, 2))
+    empty = one._replace(samples=(one.samples[0]._replace(is_empty=True), one.samples[1]))
+    base = Policy.model_validate({"scheduler": scheduler})
+    assert judged(base, [empty], LEVEL, 256)["harmful"] == harmful
+    assert judged(base, [one], LEVEL, 256)["harmful"] == 0
+
+
 def test_of_several_episodes_of_a_request_the_newest_counts() -> None:
     """A request may close on two replicas, one of which has lost its stream."""
     kept, lost = episode((300, 0.05, 1), (400, 0.05, 2)), episode((300, 0.05, 1), (400, 0.05, 1))
