@@ -264,6 +264,13 @@ def _episodes(seen: _Collector) -> Episodes:
     everyone = np.append(np.arange(len(seen.requests)), -1)
     reasons = _reasons(seen, seen.tokens.grouped(everyone))
     kept = [number for number, reason in enumerate(reasons) if not reason]
+    # A request that has waited through a snapshot has a later entry, too.
+    newest_of = {request.request_id: number for number, request in enumerate(seen.requests)}
+    left_out = Counter(
+        reason
+        for number, (request, reason) in enumerate(zip(seen.requests, reasons, strict=True))
+        if reason and (request.finish is not None or newest_of[request.request_id] == number)
+    )
     numbers = np.full(len(everyone), -1)
     numbers[kept] = np.arange(len(kept))
     owner, report, phase, flags, entropy, rank = seen.tokens.grouped(numbers)
@@ -304,7 +311,7 @@ def _episodes(seen: _Collector) -> Episodes:
         sample=_sample_of(owner[at], think[at], samples["sample_owner"], samples["sample_tokens"]),
         **samples,
         seen=frozenset(r.request_id for r in seen.requests),
-        left_out=dict(sorted(Counter(filter(None, reasons)).items())),
+        left_out=dict(sorted(left_out.items())),
         policy=seen.newest.policy if seen.newest is not None else None,
         probings=len({seen.requests[number].probing for number in kept} - {""}),
         fingerprints=frozenset({seen.requests[number].fingerprint for number in kept} - {""}),

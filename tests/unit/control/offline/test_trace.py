@@ -245,6 +245,22 @@ def test_a_snapshot_ends_what_was_known(path: Path) -> None:
     assert "old" not in found.seen
 
 
+@pytest.mark.parametrize("session_id", ["s", "next"])
+def test_a_request_that_waits_through_a_snapshot_is_one(path: Path, session_id: str) -> None:
+    made = traces.records([traces.made_up(0)])
+    opened = made[3].up.step.opened.pop()
+    waits = agent_pb2.StepReport(steps=1, opened=[opened])
+    ups: list[agent_pb2.ConnectRequest] = [agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=[opened]))]
+    if session_id != made[0].session_id:
+        ups.insert(0, made[0].up)
+    before = fleet_pb2.TraceRecord(session_id=made[0].session_id, up=agent_pb2.ConnectRequest(step=waits))
+    again = [fleet_pb2.TraceRecord(session_id=session_id, up=up) for up in ups]
+    for record in made[3:]:
+        record.session_id = session_id
+    found = collect([traces.write(path, [*made[:3], before, *again, *made[3:]])])
+    assert (found.ids, found.left_out) == ([opened.request_id], {})
+
+
 def test_a_request_that_the_agent_found_in_mid_course_is_left_out(path: Path) -> None:
     made = traces.records([traces.made_up(n) for n in range(4)])
     made[3].up.step.opened[1].think_tokens = 40
