@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 COMPRESSION = 6
 # Compressed bytes after which a gzip member ends. Of a full disk's trace the complete members are kept.
 MEMBER_BYTES = 1 << 20
+# Format of a gzip member for zlib, and compressed bytes that are decompressed at once.
+GZIP, CHUNK_BYTES = zlib.MAX_WBITS + 16, 1 << 16
 # Largest record that is read. The agents' own limit is 16 MiB for a message.
 MAX_RECORD_BYTES = 64 << 20
 
@@ -122,6 +124,19 @@ class _Bounded:
         return self._file.read(size)
 
 
+def _whole_bytes(path: Path) -> int:
+    """Return the size of the complete gzip members at the beginning of a file."""
+    size, whole, member = 0, 0, zlib.decompressobj(GZIP)
+    with path.open("rb") as file:
+        while rest := file.read(CHUNK_BYTES):
+            size += len(rest)
+            while rest:
+                member.decompress(rest)
+                if rest := member.unused_data:
+                    whole, member = size - len(rest), zlib.decompressobj(GZIP)
+    return whole
+
+
 def read(path: Path) -> Iterator[fleet_pb2.TraceRecord]:
     """Yield the records of a trace file, in order. A snapshot that came in parts is one record, in the place of its
     last part.
@@ -140,7 +155,8 @@ def read(path: Path) -> Iterator[fleet_pb2.TraceRecord]:
                         raise FileError(path, "", "is empty: a trace has records from its beginning on")
                     return
                 if not record.session_id or record.WhichOneof("message") is None:
-                    raise FileError(path, f" at byte {offset} (uncompressed)", "is not a record of a trace")
+                    reason = "is not a record of a trace, or one of a newer version"
+                    raise FileError(path, f" at byte {offset} (uncompressed)", reason)
                 if record.up.HasField("hello"):
                     # A recorder that connects again may have missed the rest of a snapshot.
                     snapshots.pop(record.session_id, None)
@@ -152,7 +168,9 @@ def read(path: Path) -> Iterator[fleet_pb2.TraceRecord]:
     except gzip.BadGzipFile as error:
         raise FileError(path, f" at byte {offset} (uncompressed)", "is not a trace: not gzip") from error
     except EOFError as error:
-        raise FileError(path, f" at byte {offset} (uncompressed)", "is cut off: the record is not complete") from error
+        kept = f"; its first {size} bytes are a complete trace" if (size := _whole_bytes(path)) else ""
+        reason = f"is cut off: the record is not complete{kept}"
+        raise FileError(path, f" at byte {offset} (uncompressed)", reason) from error
     except (BadReport, DecodeError, ValueError, zlib.error) as error:
         raise FileError(path, f" at byte {offset} (uncompressed)", f"is not a record of a trace: {error}") from error
     except OSError as error:

@@ -136,6 +136,27 @@ def test_a_file_that_is_cut_off(path: Path) -> None:
     assert 0 < offset < sum(record.ByteSize() + 3 for record in made)
 
 
+def test_what_can_be_kept_of_a_file_that_is_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorder that was killed leaves its newest part without an end."""
+    monkeypatch.setattr(trace_file, "MEMBER_BYTES", 2000)
+    made = traces.records([traces.made_up(n) for n in range(100)])
+    traces.write(path, made)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    size = int(complaint_of(path).split("; its first ")[1].removesuffix(" bytes are a complete trace"))
+    assert len(whole) / 2 - 5000 < size < len(whole) / 2
+    path.write_bytes(whole[:size])
+    kept = list(read(path))
+    assert kept == made[: len(kept)]
+    assert len(kept) > len(made) / 4
+
+
+def test_a_message_of_a_newer_version(path: Path) -> None:
+    newer = fleet_pb2.TraceRecord(session_id="s", engine_id="engine")
+    traces.write(path, [newer])
+    assert complaint_of(path).endswith(" is not a record of a trace, or one of a newer version")
+
+
 # ---------------------------------------------------------------------------------------------------------- contents
 
 
