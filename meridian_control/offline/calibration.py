@@ -100,7 +100,7 @@ class Calibration:
     tried: the rules of each family that stop a request of the first half.
     """
 
-    natural: Figures
+    # Empty for a calibration that nobody weighs.
     separations: list[Separation]
     halves: Halves = field(compare=False, repr=False)
     tried: dict[str, list[Tried]] = field(compare=False, repr=False)
@@ -116,6 +116,11 @@ class Calibration:
     def recommended(self) -> Point | None:
         """The rule that may be put into force; None if no rule is proved to be within the allowed loss."""
         return self.best if self.confirmed else None
+
+    @cached_property
+    def natural(self) -> Figures:
+        """The figures without a rule."""
+        return self.halves.figures(_nothing(self.halves.replay), self.halves.held_out)
 
     @cached_property
     def fronts(self) -> dict[str, list[Point]]:
@@ -152,15 +157,14 @@ def calibrate(
 ) -> Calibration:
     """Choose a rule from a trace and compute its figures. split: number of the split into halves. families: those that
     are tried, beside the fixed cap. unattended: nobody weighs the result, so that only the bound on the other half
-    counts: the rule is the one from which most is to be expected, and its signal need not separate.
+    counts: the rule is the one from which most is to be expected, and no separation of signals is measured.
 
     Raises TooFewRequests.
     """
     fit, held_out, unit = halved(replay.episodes.ids, replay.judge, split)
     halves = Halves(replay, fit, held_out, unit, goal)
-    separations = [
-        separation(replay, fit, unit, goal.confidence, name=name, score=score) for name, score in scores(replay).items()
-    ]
+    signals = {} if unattended else scores(replay)
+    separations = [separation(replay, fit, unit, goal.confidence, name=n, score=s) for n, s in signals.items()]
     good = {s.signal for s in separations if s.separates}
 
     scheduler = replay.base.scheduler
@@ -186,7 +190,6 @@ def calibrate(
     second = _second(halves, best, confirmed)
     given_up = (second.rule, second.in_force) if second is not None else None
     return Calibration(
-        natural=halves.figures(_nothing(replay), held_out),
         separations=separations,
         halves=halves,
         tried=tried | pairs,
