@@ -115,7 +115,7 @@ class SessionReplay:
     def __init__(self, hello: fleet_pb2.TraceRecord, policy: Policy, lost: set[str], begun: set[str]) -> None:
         self._policy, self.hello, self._lost, self._begun = policy, hello, lost, begun
         self.session = Session(hello.session_id, hello.up.hello, hello.time.ToDatetime(UTC), parts=STREAM_PARTS)
-        # The engine's earlier refusals concern other policies.
+        # What the engine has refused are other policies, here and in its answers to settings.
         self.session.delivery.refused.clear()
         self.live: dict[int, LiveRequest] = {}
         self.ended: list[LiveRequest] = []
@@ -158,9 +158,10 @@ class SessionReplay:
             sent = session.on_policy(event.policy.revision, self._policy)
             self._nonce = sent[0].settings.nonce if sent else self._nonce
             self._nonces |= {("settings", r.settings.nonce): self._nonce for r in recorded if r.HasField("settings")}
-            if not sent or not self.hello.joined_late or session.policy is not None:
+            if not sent or any(r.HasField("settings") for r in recorded):
                 return []
-            # The agent had applied the policy before the recording began.
+            # The agent lacked what the recorded policy needs, or got the policy before the recording began, so that the
+            # trace has no answer.
             status = agent_pb2.SettingsStatus(nonce=self._nonce, revision=event.policy.revision)
             return session.on_message(agent_pb2.ConnectRequest(settings_status=status), now)
         if event.down.HasField("freeze"):
@@ -181,6 +182,7 @@ class SessionReplay:
         message, report = deepcopy(up), up.step
         if up.HasField("settings_status"):
             message.settings_status.nonce = self._nonces.get(("settings", up.settings_status.nonce), self._nonce)
+            message.settings_status.ClearField("error")
         elif up.HasField("freeze_status"):
             message.freeze_status.nonce = self._nonces.get(("freeze", up.freeze_status.nonce), 0)
         elif up.HasField("snapshot"):

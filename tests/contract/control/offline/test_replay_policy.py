@@ -31,7 +31,7 @@ from meridian_control.offline.policy_replay import _replays, changes
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
 from tests.fakes import traces
-from tests.fakes.agent import hello
+from tests.fakes.agent import ALL, hello
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
@@ -206,7 +206,29 @@ def test_several_revisions_and_a_refusal_are_compared_with_one_policy(tmp_path: 
     found = told(tmp_path, made.records, DENSE)
     assert ends(found, "recorded")["a"] == ("hard_cap", 20)
     assert ends(found)["a"] == ("unknown", 20)
-    assert found["changed"] == 1
+    assert (found["changed"], found["refused"]) == (1, {})
+
+
+WITHOUT_PROBES = agent_pb2.Capabilities.FromString(ALL.SerializeToString())
+WITHOUT_PROBES.ClearField("eat_probe")
+CAP_ALONE = policy(scheduler=EARLY | {"max_think_tokens": 20}, entropy={"enabled": False})
+
+
+@pytest.mark.parametrize("earlier", [True, False], ids=["newest policy", "only policy"])
+@pytest.mark.parametrize(("capabilities", "error"), [(ALL, "unknown marker"), (WITHOUT_PROBES, "")])
+def test_what_the_engine_refused_is_no_refusal_of_the_new_policy(
+    tmp_path: Path, earlier: bool, capabilities: agent_pb2.Capabilities, error: str
+) -> None:
+    made = Recorded(capabilities=capabilities)
+    if earlier:
+        made.apply(policy(scheduler=EARLY, entropy={"enabled": False}))
+    made.agent.refuse_settings = error
+    made.apply(ACTIVE)
+    assert made.session.nack_error
+    made.open("a", think=40, answer=2)
+    made.step(50)
+    found = told(tmp_path, made.records, CAP_ALONE)
+    assert (ends(found), found["refused"]) == ({"a": ("hard_cap", 20)}, {})
 
 
 def test_a_recording_that_joined_late_has_the_same_answers_under_its_own_policy(tmp_path: Path) -> None:
