@@ -8,7 +8,7 @@ such a place, or no sample. The module uses no clock, only the recorded times.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import UTC
@@ -108,7 +108,7 @@ class LiveRequest:
 class SessionReplay:
     """Replays one recorded session under a policy.
 
-    lost, begun: ids of the trace's requests of which reports were lost, and of those that an agent has told of with
+    lost, begun: ids of the process's requests of which reports were lost, and of those that the agent has told of with
     tokens.
     """
 
@@ -313,16 +313,21 @@ def _replays(path: Path, policy: Policy) -> tuple[list[SessionReplay], Counter[s
     """Replay the sessions in a trace file, and count the requests of which the trace lacks the beginning, a part or the
     end, each once. Raises FileError."""
     replays, number = list[SessionReplay](), 0
-    by_session, by_engine = dict[str, SessionReplay](), dict[str, SessionReplay]()
-    lost, begun = set[str](), set[str]()
+    by_session, by_process = dict[str, SessionReplay](), dict[tuple[str, str], SessionReplay]()
+    # `lost` and `begun` of SessionReplay by process, because engines may have requests with the same id.
+    lost, begun = defaultdict[tuple[str, str], set[str]](set), defaultdict[tuple[str, str], set[str]](set)
+    # Sessions without a record since another process of the same engine has begun one.
+    silent = set[SessionReplay]()
     try:
         for number, record in enumerate(read(path)):  # noqa: B007
             if record.up.HasField("hello"):
-                if (broken := by_engine.get(record.engine_id)) is not None:
+                process = record.engine_id, record.up.hello.incarnation
+                silent |= {each for each in replays if each.hello.engine_id == record.engine_id}
+                if (broken := by_process.get(process)) is not None:
                     broken.play(None)
                     broken.lose_live()
-                replay = SessionReplay(record, policy, lost, begun)
-                by_session[record.session_id] = by_engine[record.engine_id] = replay
+                replay = SessionReplay(record, policy, lost[process], begun[process])
+                by_session[record.session_id] = by_process[process] = replay
                 replays.append(replay)
             elif (known := by_session.get(record.session_id)) is None:
                 raise BadReport("its session has no Hello before it")
@@ -330,15 +335,18 @@ def _replays(path: Path, policy: Policy) -> tuple[list[SessionReplay], Counter[s
                 known.responses.append(record.down)
             else:
                 known.play(record)
+                silent.discard(known)
         for replay in replays:
             replay.play(None)
+        for replay in silent:
+            replay.lose_live()
     except (MeridianError, IndexError) as error:
         raise FileError(path, "", f"record {number}: {error}") from error
     under_way = sum(len(replay.live) for replay in replays)
     return replays, Counter(
         {
-            "reports were lost": len(lost),
+            "reports were lost": sum(map(len, lost.values())),
             "still under way at the end of the trace": under_way,
-            "began before the trace": len(begun - lost),
+            "began before the trace": sum(len(ids - lost[process]) for process, ids in begun.items()),
         }
     )

@@ -529,6 +529,44 @@ def test_what_lived_before_a_snapshot_is_left_out_once(tmp_path: Path, first: li
     assert told(tmp_path, made, policy())["left_out"] == wanted
 
 
+def test_another_start_of_an_engine_ends_what_lived_before_it(tmp_path: Path) -> None:
+    made = traces.records([traces.made_up(n) for n in range(8)], at_once=4)
+    made = made[: len(made) // 2]
+    lived = told(tmp_path, made, policy())["left_out"]["still under way at the end of the trace"]
+    other = agent_pb2.ConnectRequest(hello=hello(incarnation="2"))
+    made.append(fleet_pb2.TraceRecord(time=made[0].time, engine_id="engine", session_id="other", up=other))
+    assert told(tmp_path, made, policy())["left_out"] == {"reports were lost": lived}
+
+
+def of_process(made: list[fleet_pb2.TraceRecord], engine_id: str, incarnation: str) -> list[fleet_pb2.TraceRecord]:
+    """Return a session's records as those of another engine process."""
+    made[0].up.hello.engine_id, made[0].up.hello.incarnation = engine_id, incarnation
+    for record in made:
+        record.engine_id, record.session_id = engine_id, f"{engine_id} {incarnation}"
+    return made
+
+
+def test_processes_that_share_a_name_end_no_requests_of_each_other(tmp_path: Path) -> None:
+    first, second = (
+        of_process(traces.records([traces.made_up(n) for n in numbers]), "engine", str(number))
+        for number, numbers in enumerate((range(4), range(4, 8)))
+    )
+    middle = len(second) // 2
+    again = fleet_pb2.TraceRecord(time=first[0].time, engine_id="engine", session_id="new", up=first[0].up)
+    found = told(tmp_path, [*first, *second[:middle], again, *second[middle:]], policy())
+    assert (found["requests"], found["left_out"]) == (8, {})
+
+
+def test_engines_may_have_requests_with_the_same_id(tmp_path: Path) -> None:
+    """So it is if one engine computes the prompts and another one the tokens."""
+    requests = [traces.made_up(n) for n in range(4)]
+    first, second = (of_process(traces.records(requests), name, "1") for name in "ab")
+    cut = first[: len(first) // 2]
+    again = fleet_pb2.TraceRecord(time=first[0].time, engine_id="a", session_id="new", up=first[0].up)
+    found = told(tmp_path, [*cut, again, *second], policy())
+    assert (found["requests"], found["left_out"]["reports were lost"]) == (4, 4)
+
+
 def test_requests_that_the_agent_found_in_mid_course_are_left_out(tmp_path: Path) -> None:
     made = traces.records([traces.made_up(n) for n in range(4)])
     made[3].up.step.opened[1].think_tokens = 40
