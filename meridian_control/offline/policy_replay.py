@@ -286,8 +286,13 @@ def changes(paths: Iterable[Path], policy: Policy) -> dict[str, Any]:
     """Return what a policy would have changed in trace files. Sums of thinking tokens leave out requests that would
     have thought on, and probes are those of requests that finished. Raises FileError."""
     replays, left_out, rows = list[SessionReplay](), Counter[str](), list[dict[str, Any]]()
+    before = set[tuple[str, str]]()
     for path in paths:
         found, others = _replays(path, policy)
+        ended = {(replay.hello.engine_id, request.opened.request_id) for replay in found for request in replay.ended}
+        for engine_id, name in sorted(ended & before):
+            raise FileError(path, "", f"cannot be used: an earlier trace holds request {name!r} of {engine_id}, too")
+        before |= ended
         left_out += others
         replays += found
     for replay in replays:

@@ -567,6 +567,20 @@ def test_engines_may_have_requests_with_the_same_id(tmp_path: Path) -> None:
     assert (found["requests"], found["left_out"]["reports were lost"]) == (4, 4)
 
 
+def test_a_request_in_two_traces_is_refused(tmp_path: Path) -> None:
+    """It would count as two."""
+    made = traces.records([traces.made_up(0)])
+    one, two, other = (tmp_path / name for name in ("one", "two", "other"))
+    traces.write(one, made)
+    traces.write(two, made)
+    with pytest.raises(FileError) as raised:
+        changes([one, two], policy())
+    name = traces.made_up(0).request_id
+    assert str(raised.value) == f"{two}: cannot be used: an earlier trace holds request {name!r} of engine, too"
+    traces.write(other, of_process(made, "other", "1"))
+    assert changes([one, other], policy())["requests"] == 2
+
+
 def test_requests_that_the_agent_found_in_mid_course_are_left_out(tmp_path: Path) -> None:
     made = traces.records([traces.made_up(n) for n in range(4)])
     made[3].up.step.opened[1].think_tokens = 40
