@@ -169,6 +169,8 @@ class WholeFleet:
         lease_s = self.fleet.policy.policy.fallback.lease_ms / 1000 if self.fleet.policy is not None else 0.0
         for ended in self._heard.keys() - reported.keys() - set(unreachable):
             for engine in self._heard[ended]:
+                # Nobody has seen the streams of a replica end that has ended itself.
+                engine.lost = engine.lost or engine.state == CONNECTED
                 engine.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
                 self._orphans.add_engine(engine, lease_s, now)
         self._orphans.forget(now)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.protobuf.json_format import ParseDict
-from meridian.v1 import policy_pb2, rollout_pb2
+from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2
 
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.store import PolicyStore
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tests.contract.control.app.test_server import Process
 
 RUNNING, PAUSED, HALTED, COMPLETED, ROLLED_BACK, ABORTED = range(1, 7)
+CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 OLD = parse_toml("fallback.lease_ms = 5000")
 NEW = parse_toml("fallback.lease_ms = 6000\nengine.max_num_active_seqs = 2")
 CANARY = {"engine_labels": {"pool": "canary*"}, "bake_s": 2.0}
@@ -122,6 +123,11 @@ class Control:
             await self.rollouts.tick()
         return await self.get()
 
+    @property
+    def newest(self) -> Any:
+        """The rollout with measurements that are not stored yet."""
+        return self.rollouts.newest
+
     async def get(self, rollout_id: int = 0) -> Any:
         return (await self.stub.GetRollout(rollout_pb2.GetRolloutRequest(rollout_id=rollout_id))).rollout
 
@@ -139,7 +145,8 @@ class Control:
         await until(lambda: self.seen_step(engine.engine_id) == engine.engine.step)
 
     def knows(self, engine_id: str, revision: int) -> bool:
-        return any((e.engine_id, e.acked_revision) == (engine_id, revision) for e in engines_of(self.fleet))
+        known = [(e.engine_id, e.acked_revision) for e in engines_of(self.fleet) if e.state == CONNECTED]
+        return (engine_id, revision) in known
 
     def active_seqs(self) -> dict[str, int]:
         """Return how many requests each engine may run at once."""

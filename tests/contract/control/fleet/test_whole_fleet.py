@@ -256,10 +256,13 @@ async def test_engines_of_an_ended_replica_are_gone_until_they_connect_again(
         LinkedEngine([one.target, two.target], "moves", shuffle=lambda addresses: None),
         LinkedEngine([one.target], "dies"),
     ):
-        await until_answer(lambda: _led(whole), {"dies": True, "moves": True})
+        with LinkedEngine([one.target], "ends"):
+            await until_answer(lambda: _led(whole), {"dies": True, "ends": True, "moves": True})
+        await until_answer(lambda: _led(whole), {"dies": True, "ends": False, "moves": True})
         one.kill()
         others.pop(0)
-        await until_answer(lambda: _led(whole), {"dies": False, "moves": True})
+        await until_answer(lambda: _led(whole), {"dies": False, "ends": False, "moves": True})
+        assert {engine.engine_id for engine in await whole.led_engines() or [] if engine.lost} == {"dies"}
         monkeypatch.setattr(departed, "FORGET_AFTER_S", 0.0)
         await until_answer(lambda: _led(whole), {"moves": True})
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from meridian.v1 import rollout_pb2
 
+from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import StoreUnavailable
-from tests.contract.rollouts import ALL, CANARY, HALTED, ROLLED_BACK, RUNNING, Control, Engine
+from meridian_control.fleet import whole_fleet
+from meridian_control.fleet.membership import Replica
+from meridian_control.fleet.peers import Peers
+from tests.contract.rollouts import ALL, CANARY, HALTED, ROLLED_BACK, RUNNING, Control, Engine, controlling
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
@@ -103,6 +108,37 @@ async def test_a_guardrail_takes_the_candidate_back(
             assert a.settings[-1].lease_ms == 5000
             assert control.active_seqs() == {"a": 8, "b": 8}
     assert [r.levelname for r in caplog.records if "rolled_back" in r.message] == ["WARNING"]
+
+
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_an_engine_that_dies_with_its_replica_takes_the_candidate_back(
+    postgres_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine much time may pass between two questions.
+    monkeypatch.setattr(whole_fleet, "FORGET_S", 3600.0)
+    async with controlling(postgres_address) as one, AsyncExitStack() as stack:
+        two = await stack.enter_async_context(controlling(postgres_address, leads=False))
+        live = [Replica("two", two.target)]
+        peers = Peers(lambda: live, ClientCredentials())
+        one.rollouts.engines = whole_fleet.WholeFleet(one.fleet, "one", peers, lambda: True).led_engines
+        with Engine(one, "a", "canary") as a, Engine(two, "b", "canary") as b:
+            await one.begin(CANARY, ALL, guardrails={"degraded_engines": 0})
+            await a.has(2)
+            await b.has(2)
+            await one.ticks(1)
+            assert one.newest.candidate_engines == 2
+            b.link._targets[:] = [NOBODY]
+            await stack.aclose()
+            live.clear()
+            # The candidate's lease is 6 s.
+            await one.ticks(6)
+            assert one.newest.waiting_for == "1 engines to connect again"
+            found = await one.ticks(2)
+            assert (found.state, found.violation.guardrail) == (ROLLED_BACK, "degraded_engines")
+        await peers.close()
 
 
 async def test_a_refusal_halts(control: Control) -> None:
