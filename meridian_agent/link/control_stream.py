@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import re
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -135,8 +136,15 @@ class ControlStream:
     def stop(self) -> None:
         """End the stream and the thread, without waiting for them unless the process ends. The agent ends its side of
         the stream first, so that the control plane knows that the engine shuts down. Records that are not sent within
-        GOODBYE_S are lost."""
+        GOODBYE_S are lost.
+
+        After an error vLLM shuts the engine down in the same way. The stream then breaks off, as if the engine had been
+        killed.
+        """
         self._stop.set()
+        if isinstance(sys.exception(), Exception):
+            self.restart("the engine fails")
+            return
         self.outbox.ring.put(None)
         if threading.main_thread().is_alive():
             # The thread is no daemon, so that the process does not end before the control plane knows.

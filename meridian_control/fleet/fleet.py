@@ -235,7 +235,7 @@ class Fleet:
         if not self.connections.of_engine(engine_id):
             session.shadow.new_stream()
             view = self.engine_view(session, connected=False)
-            # An agent ends its stream only when its engine shuts down.
+            # An agent ends its stream itself only when its engine shuts down without an error.
             view.lost = reason != "agent_closed"
             self.departed.add_engine(view, session.lease_s, now)
         for gone in (forgotten := self.departed.forget(now)):
