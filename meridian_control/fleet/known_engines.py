@@ -35,7 +35,7 @@ class KnownEngines:
 
     def __init__(self, database: Database, fleet: Fleet) -> None:
         self._database, self._fleet = database, fleet
-        self._stored: list[list[str]] = []
+        self._stored: list[list[Any]] = []
         self._stored_at: datetime | None = None
 
     async def look(self) -> None:
@@ -52,8 +52,10 @@ class KnownEngines:
             return
         # Lost engines are kept in the order in which they were lost, and those that were connected are lost now.
         lost = [(min(now, datetime.fromisoformat(row[3] or now.isoformat())), row) for row in saved["engines"]]
-        for time, (engine_id, incarnation, model, ended) in sorted(lost):
+        for time, (engine_id, incarnation, model, ended, *revisions) in sorted(lost):
             view = fleet_pb2.Engine(engine_id=engine_id, incarnation=incarnation, model=model, lost=True)
+            # The revisions say whether the engine is in the group of a rollout. Older rows have none.
+            view.revision, view.acked_revision = revisions or (0, 0)
             view.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
             view.report_time.FromDatetime(datetime.fromisoformat(ended or saved["seen_at"]))
             self._fleet.departed.add_engine(view, 0.0, time)
@@ -83,10 +85,14 @@ class KnownEngines:
             await connection.execute(stored)
         self._stored, self._stored_at = rows, now
 
-    def _rows(self) -> list[list[str]]:
-        """Return id, incarnation, model and, for an engine that is lost, the time at which its stream ended."""
-        hellos = [connection.session.hello for connection in self._fleet.connections]
-        rows = [[hello.engine_id, hello.incarnation, hello.model, ""] for hello in hellos]
+    def _rows(self) -> list[list[Any]]:
+        """Return id, incarnation and model; for an engine that is lost, the time at which its stream ended; and the
+        revisions that are wanted on the engine and applied there."""
+        rows = []
+        for session in self._fleet.connections.sessions:
+            hello = session.hello
+            rows.append([hello.engine_id, hello.incarnation, hello.model, "", session.revision, session.acked_revision])
         for time, gone in self._fleet.departed.lost():
-            rows.append([gone.engine_id, gone.incarnation, gone.model, time.astimezone(UTC).isoformat()])
+            ended = time.astimezone(UTC).isoformat()
+            rows.append([gone.engine_id, gone.incarnation, gone.model, ended, gone.revision, gone.acked_revision])
         return sorted(rows)

@@ -141,6 +141,29 @@ async def test_an_engine_that_dies_with_its_replica_takes_the_candidate_back(
         await peers.close()
 
 
+@pytest.mark.parametrize("before", [True, False])
+async def test_an_engine_that_does_not_come_back_after_a_restart_takes_the_candidate_back(
+    control: Control, before: bool
+) -> None:
+    """The engine is lost before the control plane is, or with it."""
+    with Engine(control, "a", "canary") as a, Engine(control, "b", "canary") as b:
+        await control.begin(CANARY, ALL, guardrails={"degraded_engines": 0})
+        await a.has(2)
+        await b.has(2)
+        if before:
+            await a.lose()
+        a.link._targets[:] = [NOBODY]
+        await control.parts.known.store()
+        await control.kill()
+        await until(lambda: not b.link.lease.connected)
+        await control.start()
+        await b.has(2)
+        await control.ticks(6)
+        assert control.newest.waiting_for == "1 engines to connect again"
+        found = await control.ticks(2)
+        assert (found.state, found.violation.guardrail) == (ROLLED_BACK, "degraded_engines")
+
+
 async def test_a_refusal_halts(control: Control) -> None:
     """A refusal halts the rollout, and the engine is not sent the refused revision again. After a resume the same
     refusal halts the rollout once more."""
