@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from meridian_control.common.errors import MeridianError
+from meridian_control.common.complaints import Complaints
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -87,8 +88,11 @@ class FleetPart:
     tick_s = 1.0
     # The newest call of `tick`, which goes on if the job that awaits it is cancelled.
     ticking: asyncio.Task[None] | None = None
-    # The newest error that the log has of the part; empty once `tick` has done its work.
-    complaint = ""
+
+    @cached_property
+    def complaints(self) -> Complaints:
+        """Logs each error of the methods other than `tick` once, because the page calls them each second."""
+        return Complaints(logger, f"{type(self).__name__}: %s")
 
     # ----------------------------------------------------------------------------------------------------- the replica
 
@@ -176,14 +180,15 @@ class FleetPart:
 
 async def keep_ticking(part: FleetPart) -> None:
     """Call a part's `tick` again and again until cancelled."""
+    complaints = Complaints(logger, f"{part.failure}: %s")
     while True:
         part.ticking = asyncio.create_task(part.tick())
         try:
             await asyncio.shield(part.ticking)
-            part.complaint = ""
+            complaints.over()
         except Exception as error:
             # What other replicas answer must not end this one, whatever is wrong with it.
-            _complain(part, part.failure, error)
+            complaints.log(error)
         await asyncio.sleep(part.tick_s)
 
 
@@ -194,7 +199,7 @@ def each(parts: Iterable[FleetPart], ask: Callable[[FleetPart], T]) -> list[T]:
         try:
             answers.append(ask(part))
         except Exception as error:
-            _complain(part, type(part).__name__, error)
+            part.complaints.log(error)
     return answers
 
 
@@ -203,13 +208,5 @@ async def answer_of(part: FleetPart, answer: Awaitable[T], default: T) -> T:
     try:
         return await answer
     except Exception as error:
-        _complain(part, type(part).__name__, error)
+        part.complaints.log(error)
         return default
-
-
-def _complain(part: FleetPart, what: str, error: Exception) -> None:
-    """Log an error of a part, unless it is the one that was logged last."""
-    if part.complaint != str(error):
-        part.complaint = str(error)
-        cause = None if isinstance(error, MeridianError) else error
-        logger.warning("%s: %s", what, part.complaint, exc_info=cause)

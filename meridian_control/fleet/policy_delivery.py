@@ -11,6 +11,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from meridian_control.common.complaints import Complaints
 from meridian_control.common.errors import MeridianError, StoreUnavailable
 from meridian_control.fleet.trace_records import policy_record
 from meridian_control.fleet.turns import ENGINES_AT_ONCE
@@ -59,6 +60,8 @@ class PolicyDelivery:
         # Timer that sends changed policies to engines, and the latest time at which it runs, in the event loop's time.
         self._timer: asyncio.TimerHandle | None = None
         self._send_by = 0.0
+        # Of thousands of engines that wait for the same store, the log names the first one.
+        self._behind = Complaints(logger, "engine %s has a newer policy than this replica: %s")
 
     def renew(self, stored: StoredRevision) -> None:
         """Bring a revision to every engine: to connecting engines at once, to others after QUIET_S without a change."""
@@ -139,10 +142,10 @@ class PolicyDelivery:
         while connection in self._connections:
             try:
                 await refresh()
+                self._behind.over()
                 break
             except MeridianError as error:
-                engine_id = connection.session.hello.engine_id
-                logger.warning("engine %s has a newer policy than this replica: %s", engine_id, error)
+                self._behind.log(error, connection.session.hello.engine_id)
                 await asyncio.sleep(RETRY_S)
         wanted = self.wanted(connection.session)
         if wanted is not None and connection in self._connections and not connection.session.revision:

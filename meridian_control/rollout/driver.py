@@ -13,7 +13,8 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
-from meridian_control.common.errors import MeridianError, StoredPolicyUnreadable, StoreUnavailable
+from meridian_control.common.complaints import Complaints
+from meridian_control.common.errors import StoredPolicyUnreadable, StoreUnavailable
 from meridian_control.rollout.sampler import Sampler
 from meridian_control.rollout.transitions import tick
 
@@ -127,50 +128,45 @@ class Rollouts:
 
     async def follow(self) -> None:
         """Call `look` when another replica may have changed the store, until cancelled; return at once on SQLite."""
-        complaint = ""
+        complaints = Complaints(logger, level=logging.ERROR)
 
         async def look() -> None:
-            nonlocal complaint
             try:
                 await self.look()
+                complaints.over()
             except StoredPolicyUnreadable as error:
                 # A newer version of the control plane stored the policy; this replica's engines keep their policies.
-                if complaint != str(error):
-                    complaint = str(error)
-                    logger.error("%s", complaint)
+                complaints.log(error)
 
         await self.store.database.follow(look)
 
     async def drive(self) -> None:
         """Call `tick` every TICK_S seconds, until cancelled."""
-        complaint = ""
+        complaints = Complaints(logger, "rollouts do not proceed: %s")
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                await self.tick()
-                complaint = ""
+                if await self.tick():
+                    complaints.over()
             except Exception as error:
                 # What other replicas answer must not end this one, whatever is wrong with it.
-                if complaint != str(error):
-                    complaint = str(error)
-                    cause = None if isinstance(error, MeridianError) else error
-                    logger.warning("rollouts do not proceed: %s", complaint, exc_info=cause)
+                complaints.log(error)
 
-    async def tick(self) -> None:
-        """Sample the fleet and advance the active rollout, if this replica leads.
+    async def tick(self) -> bool:
+        """Sample the fleet and advance the active rollout, if this replica leads. Return whether the store was read.
 
         Raises StoreUnavailable, StoredPolicyUnreadable, and the errors of `fence`.
         """
         self._idle_ticks = (self._idle_ticks + 1) % IDLE_TICKS
         if not self._leads() or (self._told is None and self._idle_ticks):
             self._driven = None
-            return
+            return False
         stored = await self.store.active()
         if _version(stored) != self._told:
             await self.look()
         if stored is None:
             self._driven = None
-            return
+            return True
         engines, now = await self.engines(), self._clock()
         if self._driven is None or self._driven.rollout_id != stored.rollout_id:
             self._begin(stored, now)
@@ -182,6 +178,7 @@ class Rollouts:
             self._looked_at = now
         else:
             await self._advance(self._driven, stored, engines, now)
+        return True
 
     def _begin(self, stored: Rollout, now: datetime) -> None:
         logger.info("driving rollout %d, %s in step %d", stored.rollout_id, stored.state.word, stored.step)

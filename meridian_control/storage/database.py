@@ -21,6 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.util import await_only
 
+from meridian_control.common.complaints import Complaints
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.common.file_lock import FileInUseError, FileLock
 from meridian_control.storage import postgres
@@ -36,6 +37,8 @@ RETRY_S = 1.0
 # Seconds for which a connection to a SQLite file waits for a lock that another connection holds.
 BUSY_TIMEOUT_S = 30.0
 WAL_RETRY_S = 0.02
+# What the log says while other replicas' changes cannot be received; it begins with the error.
+UNSEEN = "%s: changes by other replicas are not seen"
 # Seconds for which `close` waits for connections in use.
 CLOSE_S = 5.0
 
@@ -143,14 +146,17 @@ class Database:
         """
         if not self.shared:
             return
+        complaints = Complaints(logger, UNSEEN)
         async with self._hearing() as changed:
             while True:
                 await changed.wait()
                 changed.clear()
                 try:
                     await look()
+                    complaints.over()
                 except StoreUnavailable as error:
-                    _complain(error)
+                    _check_cancelled(error)
+                    complaints.log(error)
                     await asyncio.sleep(RETRY_S)
                     changed.set()
 
@@ -173,16 +179,19 @@ class Database:
 
     async def _listen(self) -> None:
         assert self._postgres_url is not None
+        complaints = Complaints(logger, UNSEEN)
         while True:
             try:
                 with _unavailable():
                     async with aclosing(postgres.changes(self._postgres_url)) as changes:
                         async for _ in changes:
+                            complaints.over()
                             for follower in self._followers:
                                 follower.set()
             except Exception as error:
                 # Nobody awaits this task before its end, so any other error would end it in silence.
-                _complain(error)
+                _check_cancelled(error)
+                complaints.log(error)
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
@@ -197,16 +206,11 @@ class Database:
             self._lock = None
 
 
-def _complain(error: Exception) -> None:
-    """Log that other replicas' changes are not seen, with the traceback of an error that is not foreseen.
-
-    Raises CancelledError if the task was cancelled, because the driver may have raised its own error instead.
-    """
+def _check_cancelled(error: Exception) -> None:
+    """Raise CancelledError if the task was cancelled, because the driver may have raised its own error instead."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError from error
-    cause = None if isinstance(error, StoreUnavailable) else error
-    logger.warning("%s: changes by other replicas are not seen", error, exc_info=cause)
 
 
 def utc(stored: datetime) -> datetime:

@@ -13,10 +13,12 @@ import pytest
 from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2
 
 from meridian_control.capabilities.budgets.fleet import BudgetSharing
+from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.shortening import UNSHORTENED
 from meridian_control.policy import directory as policy_dir
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.store import PolicyStore, StoredRevision
+from meridian_control.rollout import driver
 from meridian_control.rollout.driver import IDLE_TICKS
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By
@@ -39,6 +41,7 @@ from tests.contract.streams import refusal
 from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
+from tests.processes import BUSY
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -357,6 +360,27 @@ async def test_the_store_is_hardly_read_without_a_rollout(control: Control, monk
         for _ in range(IDLE_TICKS):
             await rollouts.tick()
         await a.has(2)
+
+
+async def test_a_fault_that_lasts_is_logged_once(
+    control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Most ticks without a rollout do not read the store, so they do not tell that the fault is over."""
+    reads, enough = 0, asyncio.Event()
+
+    async def away() -> None:
+        nonlocal reads
+        reads += 1
+        if reads == 3:
+            enough.set()
+        raise StoreUnavailable("policy store: away")
+
+    monkeypatch.setattr(control.rollouts.store, "active", away)
+    monkeypatch.setattr(driver, "TICK_S", 0.0)
+    driving = asyncio.create_task(control.rollouts.drive())
+    await asyncio.wait_for(enough.wait(), 10 * BUSY)
+    driving.cancel()
+    assert caplog.messages.count("rollouts do not proceed: policy store: away") == 1
 
 
 async def test_the_program_drives_a_rollout_although_it_is_killed(own: Process) -> None:

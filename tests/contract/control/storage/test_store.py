@@ -335,16 +335,16 @@ async def test_replicas_hear_again_after_postgresql_was_killed(
 async def test_replicas_hear_again_after_any_error(
     error: Exception, postgres_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    changes, failures = postgres_module.changes, [error]
+    changes, failures = postgres_module.changes, [error] * 3
 
-    async def fails_once(url: str) -> AsyncIterator[None]:
+    async def fails_at_first(url: str) -> AsyncIterator[None]:
         if failures:
             raise failures.pop()
         async for change in changes(url):
             yield change
 
     monkeypatch.setattr(database_module, "RETRY_S", 0.05)
-    monkeypatch.setattr(postgres_module, "changes", fails_once)
+    monkeypatch.setattr(postgres_module, "changes", fails_at_first)
     async with opened(postgres_address) as one, following(one) as heard, asyncio.timeout(120):
         while failures:
             await asyncio.sleep(0.01)
@@ -352,6 +352,26 @@ async def test_replicas_hear_again_after_any_error(
         assert await heard.get() == stored
     (said,) = [record for record in caplog.records if "changes by other replicas are not seen" in record.getMessage()]
     assert bool(said.exc_info) == isinstance(error, RuntimeError)
+
+
+async def test_a_database_that_stays_away_is_logged_once(
+    postgres_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(database_module, "RETRY_S", 0.0)
+    failures, answers = iter(range(3)), asyncio.Event()
+
+    async def look() -> None:
+        for _ in failures:
+            raise StoreUnavailable("policy store: away")
+        answers.set()
+
+    async with opened(postgres_address) as store, asyncio.timeout(120):
+        following = asyncio.create_task(store.database.follow(look))
+        await answers.wait()
+        following.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await following
+    assert caplog.messages.count("policy store: away: changes by other replicas are not seen") == 1
 
 
 async def test_a_revision_of_a_newer_version_is_passed_over(

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet import policy_delivery
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.turns import ENGINES_AT_ONCE
@@ -51,3 +52,22 @@ async def test_other_work_comes_between_engines(monkeypatch: pytest.MonkeyPatch)
     while given(2) < ENGINES - 1:
         await asyncio.sleep(0)
     assert (given(1), gone.session.revision) == (0, 0)
+
+
+async def test_a_store_that_is_away_is_logged_once_for_all_engines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(policy_delivery, "RETRY_S", 0.0)
+    fleet, failures = Fleet(utc_now, capabilities=CAPABILITIES), iter(range(20))
+    fleet.set_policy(stored(1))
+
+    async def refresh() -> None:
+        for _ in failures:
+            raise StoreUnavailable("policy store: away")
+
+    for number in range(3):
+        first = hello(f"engine-{number}", {})
+        first.revision = 2
+        fleet.join(first, refresh)
+    await fleet.tasks.settle()
+    assert caplog.messages == ["engine engine-0 has a newer policy than this replica: policy store: away"]
