@@ -84,10 +84,10 @@ ROLLOUT = (
         "resume.",
     ),
     gauge(
-        "meridian_rollout_changed_timestamp_seconds",
+        "meridian_rollout_age_seconds",
         (),
-        "Time of the newest rollout's last event, in seconds since 1970.",
-        "Less than an hour ago in the state `rolled_back`: as for that state.",
+        "Seconds since the newest rollout's last event.",
+        "Below 3600 in the state `rolled_back`: as for that state.",
     ),
     gauge(
         "meridian_rollout_step",

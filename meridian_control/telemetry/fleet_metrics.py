@@ -157,7 +157,7 @@ class FleetCollector(Collector):
             ("meridian_engines_sharing_name", [((), self._fleet.connections.sharing_name())]),
             ("meridian_engine_memory_bytes", [((), self._fleet.memory.bytes)]),
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
-            *_staged(self._rollout() if self._leads() else None),
+            *_staged(self._rollout() if self._leads() else None, self._fleet.clock()),
             ("meridian_agents", _agents(states)),
             *chain.from_iterable(each(parts, lambda part: list(part.metrics(totals)))),
             *self._counted(totals),
@@ -224,11 +224,12 @@ def _states(engines: dict[str, Session], known: dict[str, agent_pb2.AgentState.V
     return [((engine, name), float(number == state)) for engine, state in named for number, name in STATES.items()]
 
 
-def _staged(rollout: Rollout | None) -> Iterator[tuple[str, Rows]]:
-    """Yield the rollout's metric families, which are empty if there is no rollout."""
+def _staged(rollout: Rollout | None, now: datetime) -> Iterator[tuple[str, Rows]]:
+    """Yield the rollout's metric families, which are empty if there is no rollout. now: by the clock that gives the
+    rollout's events their times."""
     rollouts = [] if rollout is None else [rollout]
     yield "meridian_rollout_state", [((state.word,), r.state is state) for r in rollouts for state in State]
-    yield "meridian_rollout_changed_timestamp_seconds", [((), r.events[-1].time.timestamp()) for r in rollouts]
+    yield "meridian_rollout_age_seconds", [((), (now - r.events[-1].time).total_seconds()) for r in rollouts]
     yield "meridian_rollout_step", [((), r.step) for r in rollouts]
     yield "meridian_rollout_steps", [((), len(r.plan.step)) for r in rollouts]
     engines = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tomllib
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -22,6 +23,7 @@ from meridian_control.rollout import driver
 from meridian_control.rollout.driver import IDLE_TICKS
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By
+from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.contract.clients import OWN_CONNECTION, calling
 from tests.contract.ctl import FAILED, INVALID, OK, ctl
 from tests.contract.rollouts import (
@@ -381,6 +383,16 @@ async def test_a_fault_that_lasts_is_logged_once(
     await asyncio.wait_for(enough.wait(), 10 * BUSY)
     driving.cancel()
     assert caplog.messages.count("rollouts do not proceed: policy store: away") == 1
+
+
+async def test_the_age_of_a_rollout_needs_no_other_clock(control: Control) -> None:
+    """Prometheus goes by another clock than the control plane, whose clock is months from the machine's here."""
+    await control.begin(CANARY, ALL)
+    control.now += timedelta(seconds=7)
+    loop = asyncio.get_running_loop()
+    collector = FleetCollector(control.fleet, lambda: True, lambda: control.rollouts.newest, {}, loop)
+    families = await asyncio.to_thread(lambda: {family.name: family for family in collector.collect()})
+    assert [sample.value for sample in families["meridian_rollout_age_seconds"].samples] == [7]
 
 
 async def test_the_program_drives_a_rollout_although_it_is_killed(own: Process) -> None:
