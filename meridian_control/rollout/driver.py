@@ -62,7 +62,7 @@ class Rollouts:
 
     `engines` returns the engines of the whole fleet, None while a replica has not said its own yet. `leads` returns
     whether this replica leads. `fence` keeps the lead until a transaction ends, and raises if another replica leads.
-    `clock` gives aware time.
+    `clock` gives aware time, also for the events that others add.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Rollouts:
         *,
         fence: Fence | None = None,
     ) -> None:
-        self.store, self._fleet, self._clock = store, fleet, clock
+        self.store, self._fleet, self.clock = store, fleet, clock
         self.engines, self._leads, self._fence = engines, leads, fence
         self._one_at_a_time = asyncio.Lock()
         # Version of the rollout that was handed to the fleet; None if no rollout was active.
@@ -167,7 +167,7 @@ class Rollouts:
         if stored is None:
             self._driven = None
             return True
-        engines, now = await self.engines(), self._clock()
+        engines, now = await self.engines(), self.clock()
         if self._driven is None or self._driven.rollout_id != stored.rollout_id:
             self._begin(stored, now)
         elif self._driven.version != stored.version:

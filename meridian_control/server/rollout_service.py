@@ -25,7 +25,6 @@ from meridian_control.server.policy_service import change_messages, check_texts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from datetime import datetime
 
     import grpc
 
@@ -41,8 +40,7 @@ Steering: TypeAlias = (
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
-    """The servicer. `clock` gives aware time. `engines` returns the engines of all replicas, and the ids of silent
-    replicas.
+    """The servicer. `engines` returns the engines of all replicas, and the ids of silent replicas.
 
     If a caller hangs up, a stored change stays, and the fleet gets the change from `Rollouts.follow` or the next tick.
     """
@@ -50,10 +48,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(
         self,
         rollouts: Rollouts,
-        clock: Callable[[], datetime],
         engines: Callable[[], Awaitable[tuple[list[fleet_pb2.Engine], list[str]]]],
     ) -> None:
-        self._rollouts, self._store, self._clock, self._engines = rollouts, rollouts.store, clock, engines
+        self._rollouts, self._store, self._engines = rollouts, rollouts.store, engines
 
     async def StartRollout(  # noqa: N802
         self, request: rollout_pb2.StartRolloutRequest, context: Context
@@ -63,7 +60,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
                 raise InvalidRequest(name, "must be set")
         policy, plan = from_proto(request.policy), from_proto_as(Plan, request.plan)
         check_texts(request)
-        by = By(self._clock(), request.author, request.reason, request.request_id)
+        by = By(self._rollouts.clock(), request.author, request.reason, request.request_id)
         if (rollout := await self._store.answered(request.request_id, plan, policy)) is None:
             if request.validate_only:
                 rollout = rules.begin(
@@ -123,7 +120,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def _steer(self, request: Steering, change: Callable[[Rollout, By], Rollout]) -> rollout_pb2.Rollout:
         check_texts(request)
-        by = By(self._clock(), request.author, request.reason, request.request_id)
+        by = By(self._rollouts.clock(), request.author, request.reason, request.request_id)
 
         def steered(rollout: Rollout) -> Rollout:
             changed = change(rollout, by)

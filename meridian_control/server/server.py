@@ -107,7 +107,7 @@ class ControlServer:
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self._watching, server)
         audit_pb2_grpc.add_AuditServiceServicer_to_server(AuditService(audit), server)
         freeze_pb2_grpc.add_FreezeServiceServicer_to_server(FreezeService(freezes, whole.fleet.clock), server)
-        rollout = RolloutService(rollouts, whole.fleet.clock, whole.engines)
+        rollout = RolloutService(rollouts, whole.engines)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)

@@ -175,7 +175,7 @@ class HarmGuard:
 
         A cap is not withdrawn. A rollout from a policy whose cap does harm goes on, because it may mend the harm.
         """
-        policies, rollouts, now = self._rollouts.store.policies, self._rollouts.store, self._clock()
+        policies, rollouts = self._rollouts.store.policies, self._rollouts.store
         current = await policies.current()
         harms = current is not None and rules_of(current.policy) == savings.rules
         if current is not None and harms and reduce(without, kinds, current.policy) == current.policy:
@@ -187,14 +187,16 @@ class HarmGuard:
         if (rollout := await rollouts.active()) is not None:
             candidate = (await policies.get(rollout.candidate_revision)).policy
             if harms or rules_of(candidate) == savings.rules:
-                await rollouts.change(rollout, partial(abort, by=By(now, WITHDRAWER, reason)))
+                await rollouts.change(rollout, partial(abort, by=By(self._rollouts.clock(), WITHDRAWER, reason)))
                 await self._rollouts.look()
                 current = await policies.current()
         if current is None or not harms:
             return
         policy = reduce(without, kinds, current.policy)
         try:
-            stored = await policies.append(policy, etag=current.etag, author=WITHDRAWER, reason=reason, now=now)
+            stored = await policies.append(
+                policy, etag=current.etag, author=WITHDRAWER, reason=reason, now=self._clock()
+            )
         except EtagMismatch:
             # Somebody else has just stored a revision, and the next look judges that revision's rules.
             return

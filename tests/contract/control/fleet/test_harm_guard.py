@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -267,11 +268,16 @@ async def newest_rollout(control: Control) -> Rollout:
 
 @asynccontextmanager
 async def rolling_out(control: Control, candidate: Policy = OTHER_RULES) -> AsyncIterator[int]:
-    """Yield the candidate's revision of a rollout, which is aborted in the block."""
+    """Yield the candidate's revision of a rollout, which is aborted in the block. The machine's clock is behind that of
+    the rollout."""
+    rollouts, database = control.parts.rollouts, control.store.database
+    behind = Beside("alone", None, lambda: True, rollouts, database, lambda: utc_now() - timedelta(days=1))
+    control.fleet.part(Comparisons).attach(behind)
     yield await start(control, candidate)
     newest = await newest_rollout(control)
     assert newest.state is State.ABORTED
-    assert newest.events[-1].author == WITHDRAWER
+    started, aborted = newest.events
+    assert (aborted.author, aborted.time >= started.time) == (WITHDRAWER, True)
 
 
 async def test_harm_during_a_rollout_aborts_it_and_withdraws_the_rules(control: Control) -> None:
