@@ -28,6 +28,9 @@ CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 # Counts of the control group, as `Engine.control_group` names them.
 CONTROL_GROUP = ("shortened", "judged", "harmful", "unjudged")
 ANSWER_KINDS = ("answered_after_", "empty_after_", "long_after_")
+# Seconds without a stream after which an engine counts as degraded, however long the lease is. The fleet forgets a lost
+# engine after ten minutes.
+LOST_S = 300.0
 
 
 class Sampler:
@@ -42,7 +45,8 @@ class Sampler:
     def sample(
         self, engines: Iterable[Engine], rollout: Rollout, lease_s: float, now: datetime, elapsed_s: float
     ) -> Sample:
-        """Return the sample of one look at the whole fleet. An engine without a stream for `lease_s` is DEGRADED.
+        """Return the sample of one look at the whole fleet. An engine without a stream for `lease_s`, at most
+        LOST_S, is degraded.
 
         elapsed_s: seconds since the previous look.
         """
@@ -78,11 +82,11 @@ class Sampler:
         )
 
     def _gone(self, group: list[Engine], connected: set[str], lease_s: float, elapsed_s: float) -> tuple[int, int]:
-        """Return the numbers of engines in the group whose stream broke off: less than the lease ago, and earlier. An
-        engine that has shut down is neither."""
+        """Return the numbers of engines in the group whose stream broke off: less than the lease or LOST_S ago, and
+        earlier. An engine that has shut down is neither."""
         gone = {engine.engine_id for engine in group if engine.lost} - connected
         self._gone_s = {engine_id: self._gone_s.get(engine_id, -elapsed_s) + elapsed_s for engine_id in gone}
-        late = [seconds for seconds in self._gone_s.values() if seconds > lease_s]
+        late = [seconds for seconds in self._gone_s.values() if seconds > min(lease_s, LOST_S)]
         return len(gone) - len(late), len(late)
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common.histogram import time_histogram
+from meridian_control.fleet.departed import FORGET_AFTER_S
 from meridian_control.rollout.plan import Plan
-from meridian_control.rollout.sampler import Sampler
+from meridian_control.rollout.sampler import LOST_S, Sampler
 from meridian_control.rollout.state import By, Sample
 from meridian_control.rollout.transitions import begin
 
@@ -39,12 +40,12 @@ def engine(name: str, acked: int = 1, tokens: int = 0, since_s: float = -100, **
 class Looks:
     """A sampler that takes one sample a second."""
 
-    def __init__(self) -> None:
-        self.sampler, self.now, self._before = Sampler(), NOW, NOW
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        self.sampler, self.now, self._before, self.lease_s = Sampler(), NOW, NOW, lease_s
 
     def at(self, *engines: fleet_pb2.Engine) -> Sample:
         elapsed_s = (self.now - self._before).total_seconds()
-        found = self.sampler.sample(engines, ROLLOUT, LEASE_S, self.now, elapsed_s)
+        found = self.sampler.sample(engines, ROLLOUT, self.lease_s, self.now, elapsed_s)
         self._before = self.now
         self.now += timedelta(seconds=1)
         return found
@@ -142,3 +143,11 @@ def test_degraded_is_past_the_lease_or_switched_off() -> None:
     assert missing_and_degraded(*gone, *moved) == (0, 2)
     assert missing_and_degraded(engine("gone", 2), gone[1]) == (0, 1)
     assert missing_and_degraded(gone[0]) == (1, 0), "the engine is missing once more"
+
+
+def test_an_engine_with_a_long_lease_is_degraded_before_the_fleet_forgets_it() -> None:
+    looks, gone = Looks(lease_s=86_400.0), engine("gone", 2, state=DOWN, lost=True)
+    assert looks.at(gone).missing == 1
+    looks.now += timedelta(seconds=LOST_S)
+    assert looks.at(gone).degraded == 1
+    assert LOST_S < FORGET_AFTER_S
