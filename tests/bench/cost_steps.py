@@ -22,7 +22,7 @@ from tests.engine import ENGINE_ARGS, prompt_ids
 from tests.processes import Control
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tests.bench.harness import Figures, Session
@@ -161,14 +161,14 @@ def _centred(window: Sequence[Step]) -> tuple[np.ndarray, np.ndarray]:
 class Steps:
     """The engine, its control plane, and windows of steps with and without the agent."""
 
-    def __init__(self, folder: Path, step_ms: float, args: Mapping[str, Any] = {}) -> None:
-        """Start the engine. args: arguments of the engine, in place of the benchmark's."""
+    def __init__(self, folder: Path) -> None:
+        """Start the engine."""
         self._control = Control(folder)
         self._control.defaults = {}
         self.clock, self.noted = Clock(), list[list[Step]]()
         try:
-            with starting(folder, self._control, **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", STEP_MS: str(step_ms)}):
-                self._llm = self._start(args)
+            with starting(folder, self._control, **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", STEP_MS: str(STEPS_MS)}):
+                self._llm = self._start()
             self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
             self._agent = self._scheduler._agent
             instrument(self.clock, self._scheduler)
@@ -177,7 +177,7 @@ class Steps:
             self.close()
             raise
 
-    def _start(self, own_args: Mapping[str, Any]) -> Any:
+    def _start(self) -> Any:
         import vllm
 
         args = {
@@ -187,7 +187,6 @@ class Steps:
             "hf_overrides": {"max_position_embeddings": CONTEXT},
             "num_gpu_blocks_override": max(SIZES) * (CONTEXT // ENGINE_ARGS["block_size"] + 1),
             "worker_cls": "tests.bench.cost_worker.CountingWorker",
-            **own_args,
         }
         # If the engine core runs in this process, vLLM's default would run the worker in it, too.
         return vllm.LLM(**args, distributed_executor_backend="mp")
@@ -325,7 +324,7 @@ async def measure(session: Session) -> dict[str, Any]:
     of the last line."""
     options, runs = session.options, session.runs
     session.say("starting the engine")
-    running = Steps(session.fresh(), STEPS_MS)
+    running = Steps(session.fresh())
     shares: list[Figures] = []
     try:
         for long in (False, True):
