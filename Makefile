@@ -204,10 +204,6 @@ bench-replay: $(VENV)/ready ## calibrate on recorded thinking, and check what is
 bench-cost: $(VENV)/ready ## measure what the agent and the control plane cost
 	$(BIN)/python -m tests.bench.cost $(ARGS)
 
-.PHONY: bench-faults
-bench-faults: $(VENV)/ready ## measure throughput during faults and after them
-	$(BIN)/python -m tests.bench.faults $(ARGS)
-
 # ARGS: --pairs, --prompts, --at-once, --input-len, --output-len, --step-ms, --stops, --save.
 .PHONY: bench-serve
 bench-serve: $(VENV)/ready ## compare stock and governed servers by vLLM's own client, `vllm bench serve`

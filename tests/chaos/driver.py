@@ -1,4 +1,4 @@
-"""Start an engine of `tests.chaos.engine`, governed beside the emulated network or stock, and send it commands."""
+"""Start an engine of `tests.chaos.engine` beside the emulated network, and send it commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from multiprocessing.connection import Listener
 from typing import TYPE_CHECKING, Any
 
-from tests.engine import ENGINE_ARGS, MAX_TOKENS, cases
+from tests.engine import ENGINE_ARGS, cases
 from tests.processes import ENGINE_ENV, Process
 
 if TYPE_CHECKING:
@@ -19,31 +19,30 @@ if TYPE_CHECKING:
 # Seconds until a started engine must be ready, and until it must have answered a command or stopped.
 READY_S, ANSWER_S = 240, 60
 # The shared cases, repeated: greedy decoding gives a request the same tokens whatever other requests run beside it.
-LOAD: dict[str, Any] = {"cases": cases(), "in_flight": 6, "sampling": {"max_tokens": MAX_TOKENS}}
+LOAD: dict[str, Any] = {"cases": cases(), "in_flight": 6}
 
 
 class Engine:
     """One engine process.
 
-    target: its MERIDIAN_CONTROL, empty for stock vLLM. within: prefix of its command. load: the load's settings.
-    engine: changes to ENGINE_ARGS. environment: additional variables.
+    target: its MERIDIAN_CONTROL. within: prefix of its command. load: the load's settings. environment: additional
+    variables.
     """
 
     def __init__(
         self,
         folder: Path,
         name: str,
-        target: str = "",
-        within: Sequence[str] = (),
+        target: str,
+        within: Sequence[str],
         *,
-        load: dict[str, Any] = LOAD,
-        engine: dict[str, Any] | None = None,
-        environment: dict[str, str] | None = None,
+        load: dict[str, Any],
+        environment: dict[str, str],
     ) -> None:
         # A Unix socket needs a short path; the engine only connects to it at its start.
         path = folder / f"{name}.sock"
         self._listener = Listener(str(path), "AF_UNIX")
-        settings = {**load, "engine": {**ENGINE_ARGS, **(engine or {})}}
+        settings = {**load, "engine": ENGINE_ARGS}
         env = {
             **ENGINE_ENV,
             "MERIDIAN_CONTROL": target,
@@ -51,7 +50,7 @@ class Engine:
             "MERIDIAN_STATE_DIR": str(folder / f"{name}-state"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_HOST_IP": "127.0.0.1",
-            **(environment or {}),
+            **environment,
         }
         command = [*within, sys.executable, "-m", "tests.chaos.engine", str(path), json.dumps(settings)]
         self.process = Process(command, folder / f"{name}.log", env)
@@ -72,7 +71,7 @@ class Engine:
         self._listener.close()
         assert self._connection.recv() == "ready"
 
-    def _ask(self, command: str | int) -> Report:
+    def _ask(self, command: str) -> Report:
         self._connection.send(command)
         assert self._connection.poll(ANSWER_S), f"the engine does not answer\n{self.process.output()[-3000:]}"
         report: Report = self._connection.recv()
@@ -81,14 +80,6 @@ class Engine:
     def run(self) -> Report:
         """Let the engine run; return the report since the last command, as the other commands do."""
         return self._ask("run")
-
-    def pause(self) -> Report:
-        """Pause the engine after its current step, with the requests in flight."""
-        return self._ask("pause")
-
-    def steps(self, count: int) -> Report:
-        """Run `count` steps, then pause the engine."""
-        return self._ask(count)
 
     def fork(self) -> Report:
         """Fork the engine core between two steps; the child ends at once."""

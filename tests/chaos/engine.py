@@ -1,13 +1,12 @@
 """A real vLLM engine under steady load in a process of its own: `python -m tests.chaos.engine SOCKET SETTINGS`.
 
-The process connects to SOCKET, on which `driver.Engine` listens, and steps until it receives the command to pause; it
-answers commands between two steps. SETTINGS is JSON: the engine's arguments and the load. Everything runs on
-the main thread, which is the engine core's. With MERIDIAN_CONTROL unset in the environment the engine is stock vLLM.
+The process connects to SOCKET, on which `driver.Engine` listens, and steps from the first command on; it answers
+commands between two steps. SETTINGS is JSON: the engine's arguments and the load. Everything runs on the main thread,
+which is the engine core's.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -30,25 +29,16 @@ os.register_at_fork(before=lambda: _handled_s.append(time.monotonic()))
 
 
 class Load:
-    """Keeps a constant number of requests in flight, one case after the other.
-
-    A case is a chat or a prompt in token ids, and may have sampling parameters of its own. `salted`: no prompt finds
-    another prompt's blocks in the prefix cache.
-    """
+    """Keeps a constant number of requests in flight, one case after the other."""
 
     def __init__(self, llm: Any, settings: dict[str, Any]) -> None:
         from vllm import SamplingParams
 
         from tests.engine import prompt_ids
 
-        def params(case: dict[str, Any]) -> Any:
-            sampling = settings["sampling"] | case.get("sampling", {})
-            return SamplingParams(temperature=0.0, detokenize=False, **sampling)
-
-        self._llm, self._in_flight, self._is_salted = llm, settings["in_flight"], settings.get("salted", False)
-        self._prompts = [case.get("prompt_ids") or prompt_ids(llm, case) for case in settings["cases"]]
-        self._params = [params(case) for case in settings["cases"]]
-        self._added = 0
+        self._llm, self._in_flight, self._added = llm, settings["in_flight"], 0
+        self._prompts = [prompt_ids(llm, case) for case in settings["cases"]]
+        self._params = SamplingParams(temperature=0.0, detokenize=False, max_tokens=settings["max_tokens"])
         # Case, number of tokens and begin time of each request in flight.
         self._live: dict[str, tuple[int, int, float]] = {}
 
@@ -56,9 +46,7 @@ class Load:
         engine = self._llm.llm_engine
         while len(self._live) < self._in_flight:
             case = self._added % len(self._prompts)
-            params = self._params[case].clone()
-            salt = {"cache_salt": str(self._added)} if self._is_salted else {}
-            engine.add_request(str(self._added), {"prompt_token_ids": self._prompts[case], **salt}, params)
+            engine.add_request(str(self._added), {"prompt_token_ids": self._prompts[case]}, self._params.clone())
             self._live[str(self._added)] = case, 0, now_s
             self._added += 1
         for output in engine.step():
@@ -80,13 +68,10 @@ class Engine:
     def __init__(self, llm: Any, settings: dict[str, Any]) -> None:
         self._load = Load(llm, settings)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        # The scheduler of stock vLLM has no agent.
-        self._agent: Any = getattr(scheduler, "_agent", None)
-        self._guard: Any = getattr(scheduler, "_guard", None)
+        self._agent, self._guard = scheduler._agent, scheduler._guard
         self._report = Report()
-        self._work = Work(llm) if settings.get("metered") else None
         # Seconds between two steps.
-        self._pause_s = settings.get("pause_s", 0.0)
+        self._pause_s = settings["pause_s"]
         self._running = False
         self._stepped_s = self._looked_s = 0.0
 
@@ -96,20 +81,12 @@ class Engine:
                 command = connection.recv()
                 if command == "stop":
                     return
-                if isinstance(command, int):
-                    self._steps(command)
-                elif command == "fork":
+                if command == "fork":
                     # The time of the fork also counts in the step's duration.
                     self._report.fork_held_s = fork()
                 else:
-                    self._running = command != "pause"
-                    self._stepped_s = time.monotonic()
+                    self._running, self._stepped_s = True, time.monotonic()
                 connection.send(self._take())
-            self._step()
-
-    def _steps(self, count: int) -> None:
-        self._running, self._stepped_s = False, time.monotonic()
-        for _ in range(count):
             self._step()
 
     def _step(self) -> None:
@@ -117,10 +94,9 @@ class Engine:
         self._load.step(self._report, self._stepped_s)
         now_s = time.monotonic()
         took_s = now_s - self._stepped_s
-        self._report.busy_s += took_s
         if self._report.tokens > before:
             self._report.longest_s = max(self._report.longest_s, took_s)
-        if self._agent is not None and now_s - self._looked_s > LOOK_S:
+        if now_s - self._looked_s > LOOK_S:
             self._look(now_s)
         self._stepped_s = now_s
 
@@ -137,40 +113,11 @@ class Engine:
     def _take(self) -> Report:
         """Return the report and begin the next one."""
         report, self._report = self._report, Report()
-        if self._agent is not None:
-            # The next report begins with the agent's present state.
-            self._report.states = report.states[-1:]
-            report.dropped, report.fault = self._agent.link.outbox.reports_dropped, self._guard.fault
-        if self._work is not None:
-            report.cpu_s = self._work.seconds()
+        # The next report begins with the agent's present state.
+        self._report.states = report.states[-1:]
+        report.dropped, report.fault = self._agent.link.outbox.reports_dropped, self._guard.fault
         report.rss_mb = rss_mb(os.getpid())
         return report
-
-
-class Work:
-    """The processor time of the engine's processes, without the time that they spend waiting for each other.
-
-    vLLM's processes wait by spinning. The worker is a `tests.bench.metered.MeteredWorker`, which counts its own time.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-
-        self._llm, self._waited_s, read = llm, 0.0, MessageQueue.dequeue
-
-        @functools.wraps(read)
-        def dequeue(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.thread_time()
-            try:
-                return read(*args, **kwargs)
-            finally:
-                self._waited_s += time.thread_time() - began_s
-
-        MessageQueue.dequeue = dequeue
-
-    def seconds(self) -> float:
-        worker_s: list[float] = self._llm.collective_rpc("busy_seconds")
-        return time.process_time() - self._waited_s + sum(worker_s)
 
 
 def fork() -> float:

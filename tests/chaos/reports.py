@@ -20,14 +20,11 @@ class Done:
 class Report:
     """Events since the last report. Times are of the monotonic clock, which all processes share.
 
-    busy_s: time in steps. longest_s: longest time from one step's tokens to the next one's. states: times at which the
-    agent's state changed, with the state and whether decisions of its current stream were in force. ring, inbox: the
-    largest queue lengths seen. cpu_s: processor time of a metered engine's processes since their start, without the
-    time they spend waiting for each other. fork_held_s: how long the handlers before a fork delayed the last fork.
+    longest_s: longest time from one step's tokens to the next one's. states: times at which the agent's state changed,
+    with the state and whether decisions of its current stream were in force. ring, inbox: the largest queue lengths
+    seen. fork_held_s: how long the handlers before a fork delayed the last fork.
     """
 
-    busy_s: float = 0.0
-    cpu_s: float = 0.0
     steps: int = 0
     tokens: int = 0
     longest_s: float = 0.0

@@ -123,7 +123,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, stock: list[list[int]]) -> I
     except NoNamespacesError as error:
         pytest.skip(f"{error}; {NETWORK.reason}")
     within, forks = scene.network.within("engine"), {"GRPC_ENABLE_FORK_SUPPORT": "1"}
-    load = {**LOAD, "pause_s": PAUSE_S, "sampling": {"max_tokens": TOKENS}}
+    load = {**LOAD, "pause_s": PAUSE_S, "max_tokens": TOKENS}
     engine = Engine(folder, "chaos", TARGET, within, load=load, environment=forks)
     try:
         engine.ready()
