@@ -114,7 +114,6 @@ class Experiment:
         if has_answer and not handed_over:
             arm.answers += 1
             arm.answer_tokens += answer_tokens
-            arm.answer_tokens_squares += float(answer_tokens) ** 2
         thought_again = _thought_again(table, slot)
         arm.reentries += thought_again
         arm.aborts += reason == agent_pb2.FINISH_REASON_ABORT

@@ -3227,7 +3227,6 @@ class ArmCounts(_message.Message):
     STOPPED_FIELD_NUMBER: _builtins.int
     ANSWERS_FIELD_NUMBER: _builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
-    ANSWER_TOKENS_SQUARES_FIELD_NUMBER: _builtins.int
     REENTRIES_FIELD_NUMBER: _builtins.int
     ABORTS_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
@@ -3243,8 +3242,6 @@ class ArmCounts(_message.Message):
     """Number of requests that finished after their thinking had ended."""
     answer_tokens: _builtins.int
     """Sum of the answer tokens of the requests that `answers` counts."""
-    answer_tokens_squares: _builtins.float
-    """Sum of the squares of these answer tokens."""
     reentries: _builtins.int
     """Number of requests that thought again after the end of their thinking."""
     aborts: _builtins.int
@@ -3260,14 +3257,13 @@ class ArmCounts(_message.Message):
         stopped: _builtins.int = ...,
         answers: _builtins.int = ...,
         answer_tokens: _builtins.int = ...,
-        answer_tokens_squares: _builtins.float = ...,
         reentries: _builtins.int = ...,
         aborts: _builtins.int = ...,
         lengths: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "answer_tokens", b"answer_tokens", "answer_tokens_squares", b"answer_tokens_squares", "answers", b"answers", "lengths", b"lengths", "reentries", b"reentries", "requests", b"requests", "stopped", b"stopped", "think_tokens", b"think_tokens", "think_tokens_squares", b"think_tokens_squares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "answer_tokens", b"answer_tokens", "answers", b"answers", "lengths", b"lengths", "reentries", b"reentries", "requests", b"requests", "stopped", b"stopped", "think_tokens", b"think_tokens", "think_tokens_squares", b"think_tokens_squares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
