@@ -254,14 +254,6 @@ CONTROL_GROUP = [
         text="Share of the requests over 6 hours.",
     ),
     panel(
-        "Ends of thinking that spill, forced against natural",
-        "percentunit",
-        ("max by (bound) (meridian_spill_difference_ratio)", "{{bound}}"),
-        ("max by (bound) (meridian_long_answer_difference_ratio)", "long answers alone, {{bound}}"),
-        text="Share of the forced ends after which the request thinks again or the answer is unusually long, minus the "
-        "same share of the natural ends in the control group, with its 99 % interval.",
-    ),
-    panel(
         "After forced and natural ends of thinking",
         "percentunit",
         *(

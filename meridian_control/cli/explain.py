@@ -160,7 +160,7 @@ def shadow(
 
 
 def savings(context: typer.Context, output: OutputOption = Output.table) -> None:
-    """Compare treated requests with the control group: tokens saved, spilled ends and harm, with intervals; and show
+    """Compare treated requests with the control group: tokens saved and harm, with intervals; and show
     what self-calibration has found."""
     with connect(context) as client:
         answer = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)

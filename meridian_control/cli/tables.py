@@ -179,12 +179,10 @@ def savings_table(row: fleet_pb2.Savings) -> Table:
 
 def ends_table(row: fleet_pb2.Savings) -> Table:
     """Return the forced ends of treated requests beside the natural ends of the control group."""
-    limit = f"answer over {row.long_answer_tokens:,}" if row.HasField("long_answer_tokens") else "answer long"
-    shown = new_table("end", "requests", "re-entries", limit, "answer empty", "aborted")
+    shown = new_table("end", "requests", "re-entries", "answer empty", "aborted")
     for name, side in (("forced, treated", row.forced_ends), ("natural, control", row.natural_ends)):
-        long = _share(side.long_answers, side.ends) if side.HasField("long_answers") else ""
-        empty, aborted = (_share(count, side.ends) for count in (side.empty_answers, side.aborts))
-        add(shown, name, side.ends, _share(side.reentries, side.ends), long, empty, aborted)
+        shares = (_share(count, side.ends) for count in (side.reentries, side.empty_answers, side.aborts))
+        add(shown, name, side.ends, *shares)
     return shown
 
 
@@ -235,18 +233,10 @@ def harm_text(row: fleet_pb2.Savings) -> str:
 
 
 def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
-    """Yield what follows from a comparison: the saving, the shadow's own estimate, spilled ends, and the harm."""
+    """Yield what follows from a comparison: the saving, the shadow's own estimate, and the harm."""
     yield f"saved: {saved_text(row)}"
     if row.control.think_tokens:
         yield f"shadow's own estimate: {percent(row.shadow_saved_tokens / row.control.think_tokens)} of the thinking"
-    if row.HasField("spills"):
-        spills, longer = (
-            f"{interval.value * 100:+.1f} points ({interval.low * 100:+.1f} to {interval.high * 100:+.1f})"
-            for interval in (row.spills, row.long_answers)
-        )
-        yield f"spilled after forced ends, against natural ends: {spills}; long answers alone: {longer}"
-    else:
-        yield "spilled after forced ends: not known yet, because a side has too few ends"
     yield f"harm: {harm_text(row)}"
     for harms in row.kinds:
         if harms.HasField("evidence_ratio"):

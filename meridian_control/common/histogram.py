@@ -25,8 +25,6 @@ TIME_BOUNDS_S: tuple[float, ...] = *(step * 10 ** (decade + 3) / 10**6 for decad
 QUEUEING_BOUNDS_S: tuple[float, ...] = *(step * 10**decade / 10**3 for decade in range(6) for step in _R10[::2]), 1e3
 STEP_BOUNDS = (1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 TOKEN_BOUNDS = tuple(float(2**power) for power in range(4, 18))
-# Whole numbers near the R10 series from 1 to 100,000 tokens.
-ANSWER_BOUNDS = *sorted({float(round(step * 10**decade)) for decade in range(5) for step in _R10}), 1e5
 
 # Number of counts of a histogram of times.
 TIME_BUCKETS = len(TIME_BOUNDS_S) + 1
@@ -47,13 +45,6 @@ class Histogram:
         self._counts, self._sum = np.zeros(len(bounds) + 1, np.int64), 0.0
         self._waiting: list[NDArray[np.float64] | NDArray[np.int64]] = []
         self._number = 0
-
-    @classmethod
-    def of(cls, message: fleet_pb2.Histogram) -> Histogram:
-        """Return the histogram of a message."""
-        histogram = cls(message.bounds)
-        histogram.add_counts(np.array(message.counts, np.int64), message.sum)
-        return histogram
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -103,10 +94,6 @@ class Histogram:
         within = np.cumsum(self.counts[:-1]) >= max(1, share * self.counts.sum())
         return float(self.bounds[within.argmax() if within.any() else -1])
 
-    def above(self, bound: float) -> int:
-        """Return the number of observations that exceed one of the bounds."""
-        return int(self.counts[np.searchsorted(self.bounds, bound) + 1 :].sum())
-
     def message(self) -> fleet_pb2.Histogram:
         return fleet_pb2.Histogram(bounds=self.bounds.tolist(), counts=self.counts.tolist(), sum=self.sum)
 
@@ -117,10 +104,8 @@ def time_counts(message: fleet_pb2.Histogram) -> NDArray[np.int64]:
     return np.array(counts, np.int64)
 
 
-# Make empty histograms: of times and of queueing times in seconds, of thinking tokens, of answer tokens with quantiles
-# known within about a quarter, and of counts of engine steps.
+# Make empty histograms: of times and of queueing times in seconds, of thinking tokens, and of counts of engine steps.
 time_histogram = partial(Histogram, TIME_BOUNDS_S)
 queueing_histogram = partial(Histogram, QUEUEING_BOUNDS_S)
 token_histogram = partial(Histogram, TOKEN_BOUNDS)
-answer_histogram = partial(Histogram, ANSWER_BOUNDS)
 step_histogram = partial(Histogram, STEP_BOUNDS)

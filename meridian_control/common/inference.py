@@ -1,4 +1,4 @@
-"""Exact binomial bounds, intervals for differences of means and of shares, and sequential tests, without scipy.
+"""Exact binomial bounds, intervals for differences of means, and sequential tests, without scipy.
 
 The functions are pure. The module knows nothing of what the counts mean. Tests compare the functions with scipy.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -185,24 +184,6 @@ def saved_ratio(with_rules: Sums, without: Sums, confidence: float) -> Estimate 
     reach = student_quantile(confidence, freedom) * math.sqrt(variance)
     ratio = with_rules.mean / without.mean
     return Estimate(1 - ratio, 1 - ratio * math.exp(reach), 1 - ratio * math.exp(-reach))
-
-
-def share_difference(first: tuple[int, int], second: tuple[int, int], confidence: float) -> Estimate:
-    """Return the share of the first side minus that of the second; each side has events and at least one trial.
-
-    The interval is method 10 of Newcombe (Statistics in Medicine 17, 1998), which combines two Wilson intervals.
-    """
-    (p, p_low, p_high), (q, q_low, q_high) = (_wilson(*side, confidence) for side in (first, second))
-    value = p - q
-    return Estimate(value, value - math.hypot(p - p_low, q_high - q), value + math.hypot(p_high - p, q - q_low))
-
-
-def _wilson(events: int, trials: int, confidence: float) -> tuple[float, float, float]:
-    """Return a share and the two ends of its interval (Wilson, JASA 22, 1927)."""
-    z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2
-    share = events / trials
-    middle, reach = share + z2 / (2 * trials), math.sqrt(z2 * (share * (1 - share) + z2 / (4 * trials)) / trials)
-    return share, (middle - reach) / (1 + z2 / trials), (middle + reach) / (1 + z2 / trials)
 
 
 def evidence(events: int, trials: int, limit: float) -> float:

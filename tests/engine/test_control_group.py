@@ -82,7 +82,7 @@ def test_what_follows_forced_and_natural_ends(
         run = Run(llm)
         for number, case in enumerate(CASES):
             *prompt, last = prompt_ids(llm, case)
-            run.put(f"spill-{again}-{turn}-{number}", [*prompt, *[word] * again, last], GREEDY)
+            run.put(f"ends-{again}-{turn}-{number}", [*prompt, *[word] * again, last], GREEDY)
         run.until(settled=settled)
         control.settled()
         for name, tokens in run.tokens.items():
@@ -100,6 +100,5 @@ def test_what_follows_forced_and_natural_ends(
         answers = [tokens[tokens.index(end) + 1 :] for tokens in sides[kind]]
         assert (counts.ends, counts.reentries) == (len(answers), again * len(answers))
         assert all((word in answer) and (end not in answer) for answer in answers)
-        assert counts.answer_tokens.sum == (0 if again else sum(map(len, answers)))
         written = [tokens[: tokens.index(end)][-len(closing) :] == closing for tokens in sides[kind]]
         assert all(written) if kind == "forced" else not any(written)

@@ -202,8 +202,7 @@ class Script:
 
     eat_nats, trial_answer: the EAT and the likeliest answer token that a probe finds after a number of thinking tokens;
     end_rank: the end marker's rank there; without them all requests of the agent have the same. If thinking is ended
-    before `think_tokens`, the answer has `cut_answer_tokens`, unless that is 0, and the request thinks again
-    after `rethink_at` answer tokens, unless that is 0.
+    before `think_tokens`, the request thinks again after `rethink_at` answer tokens, unless that is 0.
     """
 
     think_tokens: int
@@ -212,15 +211,13 @@ class Script:
     eat_nats: Callable[[int], float] | None = None
     trial_answer: Callable[[int], int] | None = None
     end_rank: Callable[[int], int] | None = None
-    cut_answer_tokens: int = 0
     rethink_at: int = 0
 
     def cut(self, tr: LiveRequest) -> bool:
         return tr.state.think_tokens < self.think_tokens
 
     def answered(self, tr: LiveRequest) -> bool:
-        tokens = self.cut_answer_tokens if self.cut(tr) else 0
-        return tr.state.output_tokens >= (tokens or self.answer_tokens)
+        return tr.state.output_tokens >= self.answer_tokens
 
 
 class FakeAgent:

@@ -117,7 +117,7 @@ class Stream:
         return merged
 
     def open(self, name: str, think: int = 1000, answer: int = 1000, **fields: Any) -> int:
-        own = ("entropy_nats", "eat_nats", "trial_answer", "end_rank", "cut_answer_tokens", "rethink_at")
+        own = ("entropy_nats", "eat_nats", "trial_answer", "end_rank", "rethink_at")
         script = {name: fields.pop(name) for name in own if name in fields}
         self.agent.now_s = (self.now - NOW).total_seconds()
         return self.agent.open(name, Script(think, answer, **script), **fields).slot

@@ -8,13 +8,11 @@ objects belong to one event loop; all sessions of a replica share one `Experimen
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.common.histogram import ANSWER_BOUNDS, Histogram, answer_histogram
 from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.think_ends import CUT, EMPTY_ANSWER, FINISHED
 from meridian_control.policy.drift_schema import SIGNALS, bin_of
@@ -39,20 +37,20 @@ MAX_EXPERIMENTS = 8
 UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "engine", "budget", "pressure", "preemption"}
 TREATED, CONTROL = "treated", "control"
 # Counts that add up: of requests of the control group by what shortening would have done to their answer, all of
-# `Savings`, of an arm, and of ends beside their histogram.
+# `Savings`, of an arm, and of ends.
 VERDICTS = ("judged", "judged_stops", "harmful", "unjudged")
 COUNTS = ("shadow_saved_tokens", "alike_stops", *VERDICTS)
 ARM_COUNTS = tuple(field.name for field in fleet_pb2.ArmCounts.DESCRIPTOR.fields)
-END_COUNTS = ("ends", "reentries", "empty_answers", "aborts", "lengths")
+END_COUNTS = tuple(field.name for field in fleet_pb2.EndCounts.DESCRIPTOR.fields)
 
 
 class KindCounts(dict[Kind, fleet_pb2.ShorteningHarm]):
     """The counts of each kind of shortening; a kind that has none yet gets zeros."""
 
     def __missing__(self, kind: Kind) -> fleet_pb2.ShorteningHarm:
-        self[kind] = made = fleet_pb2.ShorteningHarm(kind=kind.kind, name=kind.name)
-        made.forced_ends.CopyFrom(no_ends())
-        made.natural_ends.CopyFrom(no_ends())
+        self[kind] = made = fleet_pb2.ShorteningHarm(
+            kind=kind.kind, name=kind.name, forced_ends=fleet_pb2.EndCounts(), natural_ends=fleet_pb2.EndCounts()
+        )
         return made
 
 
@@ -69,8 +67,8 @@ class Experiment:
             since_revision=since_revision,
             treated=fleet_pb2.ArmCounts(),
             control=fleet_pb2.ArmCounts(),
-            forced_ends=no_ends(),
-            natural_ends=no_ends(),
+            forced_ends=fleet_pb2.EndCounts(),
+            natural_ends=fleet_pb2.EndCounts(),
         )
         self.kinds = KindCounts()
         # By signal: the policy's description of the calibrated requests, and the number of live requests in each bin.
@@ -218,10 +216,6 @@ def kind_of(harm: fleet_pb2.ShorteningHarm) -> Kind:
     return Kind(harm.kind, harm.name)
 
 
-def no_ends() -> fleet_pb2.EndCounts:
-    return fleet_pb2.EndCounts(answer_tokens=answer_histogram().message())
-
-
 def add_counts(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
     """Add the counts of another experiment or replica, without those of samples."""
     _add(whole, part, COUNTS)
@@ -245,15 +239,8 @@ def _add(whole: Message, part: Message, names: Iterable[str]) -> None:
 
 
 def _add_ends(whole: _Counts, part: _Counts) -> None:
-    """Add the ends, unless their histogram has other bounds, as one of a replica of another version may have."""
-    for ours, others in ((whole.forced_ends, part.forced_ends), (whole.natural_ends, part.natural_ends)):
-        if not ours.ends:
-            ours.CopyFrom(others)
-        elif ours.answer_tokens.bounds == others.answer_tokens.bounds:
-            _add(ours, others, END_COUNTS)
-            tokens = Histogram.of(ours.answer_tokens)
-            tokens += Histogram.of(others.answer_tokens)
-            ours.answer_tokens.CopyFrom(tokens.message())
+    _add(whole.forced_ends, part.forced_ends, END_COUNTS)
+    _add(whole.natural_ends, part.natural_ends, END_COUNTS)
 
 
 def _count_end(
@@ -268,11 +255,7 @@ def _count_end(
         counts.lengths += 1
     if thought_again:
         counts.reentries += 1
-        return
-    tokens = counts.answer_tokens
-    tokens.counts[bisect_left(ANSWER_BOUNDS, answer_tokens)] += 1
-    tokens.sum += answer_tokens
-    if reason in FINISHED and answer_tokens <= EMPTY_ANSWER:
+    elif reason in FINISHED and answer_tokens <= EMPTY_ANSWER:
         counts.empty_answers += 1
 
 

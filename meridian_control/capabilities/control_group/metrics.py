@@ -58,7 +58,7 @@ ENTRIES = (
         "and by event. Ends: forced (by the kind, in treated requests) and natural (by the model, in the control group "
         "after the kind would have ended the thinking). Events: ended (every such request), reentry, empty (an answer "
         "of at most one token), abort (by the client), length (finished by its length).",
-        "More `reentry`, `empty` or `abort` per `ended` after `forced`: see the alert MeridianForcedEndsSpill.",
+        "More `reentry` or `empty` per `ended` after `forced`: set the model's `closing_text`, or calibrate again.",
     ),
     counter(
         "meridian_control_group_shadow_saved_tokens_total",
@@ -87,21 +87,6 @@ ENTRIES = (
         "Share of the judged requests of the control group whose answer a kind of shortening in force would have "
         "changed, by value and one-sided exact 95 % bounds low and high. Absent while harm is not measured.",
         "`high` above `entropy.max_loss`: collect more requests, or calibrate again.",
-    ),
-    gauge(
-        "meridian_long_answer_difference_ratio",
-        ("bound",),
-        "Share of the forced ends whose answer is unusually long minus the same share of the natural ends, by value, "
-        "low and high end of the 99 % interval. An answer is unusually long if it is longer than 95 % of the answers "
-        "after natural ends. Absent until both sides have 30 ends.",
-        "`low` above 0: the model goes on thinking in the answer; see `closing_text`, `meridianctl policy families`.",
-    ),
-    gauge(
-        "meridian_spill_difference_ratio",
-        ("bound",),
-        "Share of the forced ends after which the request thinks again or the answer is unusually long, minus the same "
-        "share of the natural ends, by value, low and high end of the 99 % interval.",
-        "`low` above 0.05: MeridianForcedEndsSpill fires; set the model's `closing_text`, or calibrate again.",
     ),
     gauge(
         "meridian_harm_evidence_ratio",
@@ -165,8 +150,6 @@ def values(total: fleet_pb2.Savings, withdrawn: bool, savings: fleet_pb2.GetSavi
             for bound in BOUNDS
         ],
     )
-    yield "meridian_long_answer_difference_ratio", _bounds(in_force, "long_answers")
-    yield "meridian_spill_difference_ratio", _bounds(in_force, "spills")
     yield "meridian_harm_evidence_ratio", [(tuple(kind), harm.evidence_ratio) for kind, harm in harms]
     drift = [entry.drift_evidence_ratio for entry in in_force if entry.HasField("drift_evidence_ratio")]
     yield "meridian_drift_evidence_ratio", [((), evidence) for evidence in drift]

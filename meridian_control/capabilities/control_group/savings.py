@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.capabilities.control_group import spills
 from meridian_control.capabilities.control_group.experiments import add_counts, kind_of, rules_of
 from meridian_control.capabilities.control_group.requests import answers_alike
 from meridian_control.common.drift_bins import drift_bins
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meridian_control.capabilities.control_group.experiments import Experiments
+    from meridian_control.common.inference import Estimate
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import StoredRevision
 
@@ -118,13 +118,12 @@ def _add(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
 
 
 def estimate(counts: fleet_pb2.Savings) -> None:
-    """Fill in the estimates of the saving, of the spilled ends and of the harm that the counts allow."""
+    """Fill in the estimates of the saving and of the harm that the counts allow."""
     treated, control = counts.treated, counts.control
     if min(treated.requests, control.requests) >= MIN_REQUESTS:
         mine, theirs = (Sums(a.requests, a.think_tokens, a.think_tokens_squares) for a in (treated, control))
-        spills.set_range(counts.saved_tokens, difference(theirs, mine, CONFIDENCE))
-        spills.set_range(counts.saved_ratio, saved_ratio(mine, theirs, CONFIDENCE))
-    spills.estimate(counts, MIN_REQUESTS)
+        _set_range(counts.saved_tokens, difference(theirs, mine, CONFIDENCE))
+        _set_range(counts.saved_ratio, saved_ratio(mine, theirs, CONFIDENCE))
     if answers_alike(counts.judged_stops - counts.alike_stops, counts.judged_stops):
         counts.not_measured = counts.not_measured or ALIKE
     judged: tuple[fleet_pb2.Savings | fleet_pb2.ShorteningHarm, ...] = (counts, *counts.kinds)
@@ -134,3 +133,10 @@ def estimate(counts: fleet_pb2.Savings) -> None:
             harm.value = row.harmful / row.judged
             harm.low = binomial_lower(row.harmful, row.judged, CONFIDENCE)
             harm.high = binomial_upper(row.harmful, row.judged, CONFIDENCE)
+
+
+def _set_range(message: fleet_pb2.Range, estimated: Estimate | None) -> None:
+    """Fill in an estimate; the message stays absent if there is none."""
+    if estimated is not None:
+        message.value, message.low, message.high = estimated.value, estimated.low, estimated.high
+        message.SetInParent()

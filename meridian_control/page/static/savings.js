@@ -16,14 +16,6 @@ function saved(s) {
     : "not known yet, because an arm has too few requests";
 }
 
-function spilled(s) {
-  const r = s.spills;
-  if (!r) return "not known yet, because a side has too few ends";
-  const [forced, natural] = [s.forced_ends, s.natural_ends]
-    .map((side) => percent((+side.reentries + +side.long_answers) / +side.ends));
-  return `${forced} of the forced ends, ${natural} of the natural ones (difference ${percent(r.low)} to ${percent(r.high)})`;
-}
-
 // Keeps a card for each set of rules: the two arms, and what follows from them.
 function card(s, at) {
   let made = $("savings").children[at];
@@ -44,7 +36,7 @@ function card(s, at) {
       share(c.stopped, c.requests), mean(c.answer_tokens, c.answers), share(c.reentries, c.requests),
       share(c.aborts, c.requests), share(c.lengths, c.requests)];
   });
-  const told = [["Saved", saved(s)], ["Harm", s.harm], ["Ends that spill", spilled(s)], ["Drift", s.drift]];
+  const told = [["Saved", saved(s)], ["Harm", s.harm], ["Drift", s.drift]];
   const lines = told.map(([name, text]) => element("div", "", element("dt", "", name), element("dd", "", text)));
   if (lines.some((line, i) => !facts.children[i] || !facts.children[i].isEqualNode(line))) facts.replaceChildren(...lines);
 }

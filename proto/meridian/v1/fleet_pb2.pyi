@@ -2871,9 +2871,6 @@ class Savings(_message.Message):
     JUDGED_STOPS_FIELD_NUMBER: _builtins.int
     FORCED_ENDS_FIELD_NUMBER: _builtins.int
     NATURAL_ENDS_FIELD_NUMBER: _builtins.int
-    LONG_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
-    LONG_ANSWERS_FIELD_NUMBER: _builtins.int
-    SPILLS_FIELD_NUMBER: _builtins.int
     EAT_SAMPLES_FIELD_NUMBER: _builtins.int
     DRIFT_EVIDENCE_RATIO_FIELD_NUMBER: _builtins.int
     RANK_SAMPLES_FIELD_NUMBER: _builtins.int
@@ -2905,10 +2902,6 @@ class Savings(_message.Message):
     """Largest evidence in `kinds`. Absent if the replica that leads did not answer."""
     judged_stops: _builtins.int
     """Number of judged requests that shortening would have ended."""
-    long_answer_tokens: _builtins.int
-    """Answers with more tokens than this are unusually long: at least 95 % of the answers after natural ends have at most
-    so many tokens. Absent while a side has too few ends.
-    """
     drift_evidence_ratio: _builtins.float
     """Evidence that the live samples have left the calibrated distributions, as a fraction of the evidence at which the
     rules are put into shadow. Absent if the policy describes no signal, or if the replica that leads did not answer.
@@ -2952,18 +2945,6 @@ class Savings(_message.Message):
         """Requests of the control group that shortening would have ended, and whose thinking the model ended first."""
 
     @_builtins.property
-    def long_answers(self) -> Global___Range:
-        """Share of the forced ends with an unusually long answer minus the same share of the natural ends, with its
-        interval. Absent with `long_answer_tokens`.
-        """
-
-    @_builtins.property
-    def spills(self) -> Global___Range:
-        """Share of the forced ends that spilled minus the same share of the natural ends, with its interval. An end spills if
-        the request thinks again or if its answer is unusually long. Absent with `long_answer_tokens`.
-        """
-
-    @_builtins.property
     def eat_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___EatSamples]:
         """First EAT samples of live requests beside those of the calibration, as bins in ascending order; empty if the policy
         has no entropy.eat_reference.
@@ -3003,9 +2984,6 @@ class Savings(_message.Message):
         judged_stops: _builtins.int = ...,
         forced_ends: Global___EndCounts | None = ...,
         natural_ends: Global___EndCounts | None = ...,
-        long_answer_tokens: _builtins.int | None = ...,
-        long_answers: Global___Range | None = ...,
-        spills: Global___Range | None = ...,
         eat_samples: _abc.Iterable[Global___EatSamples] | None = ...,
         drift_evidence_ratio: _builtins.float | None = ...,
         rank_samples: _abc.Iterable[Global___SignalSamples] | None = ...,
@@ -3014,22 +2992,18 @@ class Savings(_message.Message):
         not_measured: _builtins.str = ...,
         alike_stops: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "natural_ends", b"natural_ends", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "spills", b"spills", "treated", b"treated"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "natural_ends", b"natural_ends", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "treated", b"treated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "_long_answer_tokens", b"_long_answer_tokens", "alike_stops", b"alike_stops", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "kinds", b"kinds", "long_answer_tokens", b"long_answer_tokens", "long_answers", b"long_answers", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "not_measured", b"not_measured", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "spills", b"spills", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "alike_stops", b"alike_stops", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "kinds", b"kinds", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "not_measured", b"not_measured", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drift_evidence_ratio: _TypeAlias = _typing.Literal["drift_evidence_ratio"]  # noqa: Y015
     _WhichOneofArgType__drift_evidence_ratio: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio"]  # noqa: Y015
     _WhichOneofReturnType__evidence_ratio: _TypeAlias = _typing.Literal["evidence_ratio"]  # noqa: Y015
     _WhichOneofArgType__evidence_ratio: _TypeAlias = _typing.Literal["_evidence_ratio", b"_evidence_ratio"]  # noqa: Y015
-    _WhichOneofReturnType__long_answer_tokens: _TypeAlias = _typing.Literal["long_answer_tokens"]  # noqa: Y015
-    _WhichOneofArgType__long_answer_tokens: _TypeAlias = _typing.Literal["_long_answer_tokens", b"_long_answer_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drift_evidence_ratio) -> _WhichOneofReturnType__drift_evidence_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__evidence_ratio) -> _WhichOneofReturnType__evidence_ratio | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__long_answer_tokens) -> _WhichOneofReturnType__long_answer_tokens | None: ...
 
 Global___Savings: _TypeAlias = Savings  # noqa: Y015
 
@@ -3113,8 +3087,6 @@ class EndCounts(_message.Message):
     REENTRIES_FIELD_NUMBER: _builtins.int
     EMPTY_ANSWERS_FIELD_NUMBER: _builtins.int
     ABORTS_FIELD_NUMBER: _builtins.int
-    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
-    LONG_ANSWERS_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
     ends: _builtins.int
     """Number of these requests."""
@@ -3124,14 +3096,8 @@ class EndCounts(_message.Message):
     """Number of requests that finished with an answer of at most one token, which may be the token that ends the text."""
     aborts: _builtins.int
     """Number of requests that their clients aborted after the end."""
-    long_answers: _builtins.int
-    """Number of these answers that are unusually long; absent while `Savings.long_answer_tokens` is absent."""
     lengths: _builtins.int
     """Number of requests that finished by their length, or because they repeated a pattern, after the end."""
-    @_builtins.property
-    def answer_tokens(self) -> Global___Histogram:
-        """Answer tokens of the requests that did not think again, by the time they were closed."""
-
     def __init__(
         self,
         *,
@@ -3139,17 +3105,13 @@ class EndCounts(_message.Message):
         reentries: _builtins.int = ...,
         empty_answers: _builtins.int = ...,
         aborts: _builtins.int = ...,
-        answer_tokens: Global___Histogram | None = ...,
-        long_answers: _builtins.int | None = ...,
         lengths: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_long_answers", b"_long_answers", "answer_tokens", b"answer_tokens", "long_answers", b"long_answers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_long_answers", b"_long_answers", "aborts", b"aborts", "answer_tokens", b"answer_tokens", "empty_answers", b"empty_answers", "ends", b"ends", "lengths", b"lengths", "long_answers", b"long_answers", "reentries", b"reentries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "empty_answers", b"empty_answers", "ends", b"ends", "lengths", b"lengths", "reentries", b"reentries"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__long_answers: _TypeAlias = _typing.Literal["long_answers"]  # noqa: Y015
-    _WhichOneofArgType__long_answers: _TypeAlias = _typing.Literal["_long_answers", b"_long_answers"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__long_answers) -> _WhichOneofReturnType__long_answers | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EndCounts: _TypeAlias = EndCounts  # noqa: Y015
 

@@ -3,11 +3,9 @@
 import json
 from typing import Any
 
-import numpy as np
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group.savings import estimate
-from meridian_control.common.histogram import answer_histogram
 from tests.contract.ctl import OK, Control, engine
 
 
@@ -18,11 +16,8 @@ def compared(**fields: Any) -> fleet_pb2.Savings:
     counts = {"since_revision": 4, "in_force": True, "max_loss": 0.01, "shadow_saved_tokens": 3900, **fields}
     made = fleet_pb2.Savings(treated=treated, control=control, **counts)
     made.treated.answer_tokens = 800
-    forced, natural = answer_histogram(), answer_histogram()
-    forced.add(np.array([70.0] * 42 + [500] * 12))
-    natural.add(np.array([70.0] * 48 + [500] * 2))
-    made.forced_ends.CopyFrom(fleet_pb2.EndCounts(ends=60, reentries=6, aborts=3, answer_tokens=forced.message()))
-    made.natural_ends.CopyFrom(fleet_pb2.EndCounts(ends=50, empty_answers=1, answer_tokens=natural.message()))
+    made.forced_ends.CopyFrom(fleet_pb2.EndCounts(ends=60, reentries=6, aborts=3))
+    made.natural_ends.CopyFrom(fleet_pb2.EndCounts(ends=50, empty_answers=1))
     estimate(made)
     return made
 
@@ -41,15 +36,13 @@ async def test_savings(control: Control) -> None:
         "treated 100 60.0 0.0 % 10.0 0.0 % 0.0 % 0.0 %",
         "control 100 100.0 0.0 % 0.0 % 3.0 % 0.0 %",
     ]
-    assert lines[5:7] == ["forced, treated 60 10.0 % 20.0 % 0.0 % 5.0 %", "natural, control 50 0.0 % 4.0 % 2.0 % 0.0 %"]
-    assert lines[4] == "end requests re-entries answer over 80 answer empty aborted"
+    assert lines[4] == "end requests re-entries answer empty aborted"
+    assert lines[5:7] == ["forced, treated 60 10.0 % 0.0 % 5.0 %", "natural, control 50 0.0 % 2.0 % 0.0 %"]
     assert lines[7].startswith("shortened by judged would end harmful not judged harm")
     after = "40: 10.0 % empty, 0.0 % thought again, 0.0 % by length"
     assert lines[8] == f"budget acme 90 50 9 1 10.00 %, at most 16.80 %; allowed 1.00 % {after}"
     assert lines[9] == "the policy's cap 0 0 0 0 not measured, no request is judged yet"
-    saved, own, spilled, harm, evidence = lines[10:]
-    assert spilled.startswith("spilled after forced ends, against natural ends: +26.0 points (")
-    assert "; long answers alone: +16.0 points (" in spilled
+    saved, own, harm, evidence = lines[10:]
     assert saved.startswith("saved: 40.0 % of the thinking (")
     assert "4,000 tokens in all (" in saved
     assert own == "shadow's own estimate: 39.0 % of the thinking"
@@ -77,15 +70,13 @@ async def test_savings_say_what_is_not_known(control: Control) -> None:
     result = await control("savings")
     assert result.stdout.startswith("no request counts: nothing in force shortens thinking")
     few = compared(unjudged=7, judged=3, judged_stops=0)
-    for field in ("saved_tokens", "spills"):
-        few.ClearField(field)
+    few.ClearField("saved_tokens")
     control.fleet.savings = fleet_pb2.GetSavingsResponse(
         savings=[few], withdrawn_revision=9, withdrawn_reason="it did harm"
     )
     text = (await control("savings")).stdout
     assert text.startswith("revision 9 withdrew what did harm: it did harm\n")
     assert "saved: not known yet, because an arm has too few requests" in text
-    assert "spilled after forced ends: not known yet, because a side has too few ends" in text
     why = "no probe came where thinking would have ended, 7 not judged for want of a probe"
     assert f"harm: not measured, {why}" in text
 

@@ -21,7 +21,6 @@ from meridian_control.common.inference import (
     most_successes,
     regularized_beta,
     saved_ratio,
-    share_difference,
     student_quantile,
 )
 
@@ -84,24 +83,6 @@ def test_means_without_spread_or_observations() -> None:
     assert difference(same, Sums(1, 10.0, 100.0), 0.95) is None
     assert saved_ratio(same, Sums(1, 10.0, 100.0), 0.95) is None
     assert saved_ratio(Sums(3, 0.0, 0.0), same, 0.95) is None
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "interval"),
-    [
-        # Table II of Newcombe (1998), method 10.
-        ((56, 70), (48, 80), (0.0524, 0.3339)),
-        ((9, 10), (3, 10), (0.1705, 0.8090)),
-        ((5, 56), (0, 29), (-0.0381, 0.1926)),
-        ((10, 10), (0, 10), (0.6075, 1.0)),
-    ],
-)
-def test_newcombes_interval(first: tuple[int, int], second: tuple[int, int], interval: tuple[float, float]) -> None:
-    found = share_difference(first, second, 0.95)
-    assert (found.low, found.high) == pytest.approx(interval, abs=5e-5)
-    assert found.value == first[0] / first[1] - second[0] / second[1]
-    other = share_difference(second, first, 0.95)
-    assert (other.low, other.high) == pytest.approx((-found.high, -found.low))
 
 
 def test_the_interval_of_the_saving_covers_the_truth() -> None:
