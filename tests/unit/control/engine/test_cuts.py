@@ -81,8 +81,10 @@ class Engine:
 
     def _record(self, step: Step) -> StepRecord:
         self.step += 1
-        self.now += timedelta(milliseconds=10)
-        record = replace(_events(step), step=self.step, ended_s=self.step / 100, step_time_ms=10.0, opened=[])
+        # Steps differ in their time, so that a wrong time of a token shows in the intervals.
+        self.now += timedelta(milliseconds=7 * (1 + self.step % 4))
+        ended_s = (self.now - NOW).total_seconds()
+        record = replace(_events(step), step=self.step, ended_s=ended_s, step_time_ms=10.0, opened=[])
         for slot, phase in step.opened.items():
             info = RequestInfo(f"r{slot}", "m", "", "", 3, 1000, None)
             record.opened.append((slot, info, phase, 0, 0, 0, None, 0, False, False, False, False))
@@ -257,6 +259,9 @@ def same(held: Policy, steps: Sequence[Step], lengths: Sequence[int]) -> Engine:
     ]
     for name in ("ends", "answers", "preempted", "below_cap"):
         assert getattr(merged.session.totals, name) == getattr(single.session.totals, name), name
+    for name in ("output_itl", "ttot"):
+        here, there = getattr(merged.session.totals, name), getattr(single.session.totals, name)
+        assert here.counts.tolist() == there.counts.tolist(), name
     forces = Counter(d.counted_as for d in single.session.open_decisions.values() if d.kind == "force")
     assert Counter(d.counted_as for d in merged.session.open_decisions.values() if d.kind == "force") <= forces
     return single

@@ -1,25 +1,18 @@
-"""A busy session gives each decision one outcome and agrees with its agent, however steps are merged."""
+"""A busy session gives each decision one outcome and agrees with its agent."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from meridian.v1 import fleet_pb2
 
-from meridian_agent.link.messages import mergeable
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.slices import at_once
 from meridian_control.fleet.status_messages import each_request_view
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, Stream, opens, play, stream
-
-if TYPE_CHECKING:
-    from meridian_agent.core.step_record import StepRecord
 
 BUDGET_STAGES = fleet_pb2.BudgetStage.values()[1:]
 
@@ -96,27 +89,3 @@ def test_both_sides_count_alike_and_every_decision_has_one_outcome(seed: int) ->
     assert kinds == decided
     assert made.session.totals.decisions["force/operator"]
     assert set(kinds) == {"cap", "force", "plan", "tier", "probe"}
-
-
-@settings(max_examples=15)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(2, 8))
-def test_merged_reports_lead_to_the_same_table(thinks: list[int], interval: int) -> None:
-    """A slow link merges steps; in the end the control plane's table is the same."""
-    seen = []
-    for most in (1, interval):
-        made = Stream()
-        made.pump()
-        batch: list[StepRecord] = []
-        for number, think in enumerate(thinks):
-            made.open(f"r{number}", think, 2)
-            record = made.agent.step()
-            record.ended_s = 0.0077 * number
-            if batch and (len(batch) == most or not mergeable(batch, record)):
-                made.merged(batch)
-                batch = []
-            batch.append(record)
-        made.merged(batch)
-        totals = made.session.totals
-        counted = totals.output_itl.counts.tolist(), totals.ttot.counts.tolist(), totals.ends, totals.answers
-        seen.append(([r.SerializeToString() for r in each_request_view(made.session)], counted))
-    assert seen[0] == seen[1]
