@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
 from tests.data import maze
+from tests.engine.ctl import ctl
 from tests.engine.policies import NEUTRAL
 from tests.engine.served import stream
 from tests.engine.test_later_turns import PROMPTS
@@ -100,12 +101,6 @@ def explained(control: Control, request_id: str, ends: int = 1) -> fleet_pb2.Exp
 
     found: fleet_pb2.ExplainRequestResponse = wait_for(over, 60, f"{ends} requests to end as {request_id!a}")
     return found
-
-
-def ctl(control: Control, *args: str) -> str:
-    result = CliRunner().invoke(app, ["--server", control.target, *args])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def test_a_request_is_found_by_what_its_client_sees(apart: tuple[Served, Control]) -> None:

@@ -12,9 +12,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from typer.testing import CliRunner
 
-from meridian_control.cli.main import app
+from tests.engine.ctl import ctl
 from tests.engine.served import CLASS, CLOSING, CLOSING_TOKENS, PROMPTS, TENANT, TOKENS, Client, governed
 from tests.engine.test_effort import PROMPT
 from tests.engine.test_fail_static import confirmed
@@ -59,12 +58,6 @@ def client(fronts: Client) -> Client:
 def who(client: Client, name: str) -> tuple[str, str, str]:
     life = client.life(name)
     return life.tenant, life.slo_class, life.refused_slo_class
-
-
-def ctl(control: Control, *args: str) -> str:
-    result = CliRunner().invoke(app, ["--server", control.target, *args])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def thoughts(answer: dict[str, Any]) -> list[int]:

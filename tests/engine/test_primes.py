@@ -10,10 +10,9 @@ import grpc
 import httpx
 import pytest
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-from meridian_control.cli.main import app
 from tests.engine import ENGINE_ARGS
+from tests.engine.ctl import ctl
 from tests.engine.served import PROMPTS, stream
 from tests.primes.capability import ENDS, is_prime
 from tests.processes import RPC_S, wait_for
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
     from tests.processes import Control
 
 CLOSED = {"entropy": {"enabled": False}, "loop": {"enabled": False}}
-
-
-def ctl(control: Control, *args: str) -> str:
-    result = CliRunner().invoke(app, ["--server", control.target, *args])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def page(port: str) -> list[list[str]]:

@@ -11,12 +11,11 @@ import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from typer.testing import CliRunner
 from vllm import SamplingParams
 
 from meridian_agent.vllm_adapter.stop_tokens import SleepingTokens, stop_also_after
-from meridian_control.cli.main import app
 from tests.engine import Run, prompt_ids
+from tests.engine.ctl import ctl
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import OPEN
 from tests.engine.test_fail_static import confirmed, kill, lost, thawed  # noqa: F401 - fixtures
@@ -254,8 +253,7 @@ def test_explain_says_that_stops_sleep(llm: Any, control: Control, settled: Sett
     run.until(settled=settled)
     control.settled()
     assert [control.explain(name).sleeping_stops for name in run.tokens] == [True, True, False]
-    said = CliRunner().invoke(app, ["--server", control.target, "explain", "by-token"])
-    assert "max_tokens 9; its stops sleep while it thinks" in said.output
+    assert "max_tokens 9; its stops sleep while it thinks" in ctl(control, "explain", "by-token")
 
 
 def test_a_request_without_stops_has_vllms_own_list(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
