@@ -33,22 +33,6 @@ def ends(control: Control) -> dict[str, int]:
     return dict(control.settled().ends)
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(1, 40), (12, 60), (14, 60)])
-def test_the_answer_has_exactly_the_reserve_of_max_tokens(
-    llm: Any, agent: Any, control: Control, tokens: int, most: int
-) -> None:
-    """The last thinking token is the last one after which the marker and the answer still fit; no token before it
-    differs."""
-    (free,) = chat(llm, [opened()], endless(agent, max_tokens=most))
-    before = ends(control)
-    control.apply(reserve(tokens))
-    (kept,) = chat(llm, [opened()], endless(agent, max_tokens=most))
-    end, at = agent.tracker.markers.end[0], most - tokens - 1
-    assert end not in free
-    assert (len(kept), kept.index(end), kept[:at]) == (most, at, free[:at])
-    assert ends(control)["answer_reserve"] == before.get("answer_reserve", 0) + 1
-
-
 def test_a_forced_end_of_several_tokens_leaves_the_reserve(llm: Any, agent: Any, control: Control) -> None:
     """The closing text and all tokens of the marker come out of the thinking, not out of the answer."""
     vocabulary, end = llm.get_tokenizer().get_vocab(), agent.tracker.markers.end[0]
