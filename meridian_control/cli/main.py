@@ -68,6 +68,7 @@ from meridian_control.cli.rollout import rollout_app
 from meridian_control.cli.status import status
 from meridian_control.cli.tables import (
     budget_table,
+    cause_lines,
     engine_table,
     limit_lines,
     pool_lines,
@@ -197,24 +198,19 @@ def engines(
 
 def _say_notes(listed: Sequence[fleet_pb2.Engine]) -> None:
     """Print what is to be known of engines besides the table."""
-    for refused in (engine for engine in listed if engine.nack_error):
-        say(f"{refused.engine_id} refused revision {refused.revision}: {refused.nack_error}")
+    for line in cause_lines(listed):
+        say(line)
     for reason in dict.fromkeys(engine.withdrawn for engine in listed if engine.withdrawn):
         names = ", ".join(engine.engine_id for engine in listed if engine.withdrawn == reason)
         say(f"{names}: the control plane has withdrawn what did harm: {reason}")
     for noted in (engine for engine in listed if engine.entropy_note):
         backend = entropy_backend_name(noted.entropy_backend)
         say(f"{noted.engine_id} measures entropy with {backend}: {noted.entropy_note}")
-    for blind in (engine for engine in listed if engine.unknown_markers):
-        say(f"{blind.engine_id} does not know its thinking markers: {blind.unknown_markers}")
     for sources in dict.fromkeys(engine.request_sources for engine in listed if engine.request_sources):
         names = ", ".join(engine.engine_id for engine in listed if engine.request_sources == sources)
         say(f"{names}: a gateway names {sources}")
     for name in same_names(listed):
         say(f"{name}: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own")
-    for lacking in listed:
-        for fact in lacking.missing_facts:
-            say(f"{lacking.engine_id} works without {fact}")
     for line in (*thinking_lines(listed), *pool_lines(listed), *limit_lines(listed)):
         say(line)
 

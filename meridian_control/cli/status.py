@@ -6,6 +6,7 @@ several threads, so that a store that does not answer is waited for once.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import grpc
 import typer
 from meridian.v1 import fleet_pb2, freeze_pb2, policy_pb2, rollout_pb2
 
+from meridian_control.capabilities.budgets.shown import row as budget_row
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
@@ -37,11 +39,11 @@ from meridian_control.cli.expected import all_engines, connected, same_names
 from meridian_control.cli.freeze import in_force
 from meridian_control.cli.policy import policy_in_force
 from meridian_control.cli.rollout import short_text
-from meridian_control.cli.tables import harm_text, saved_text
-from meridian_control.common.enum_names import stage_name
+from meridian_control.cli.tables import saved_text, whole_harm_text
+from meridian_control.common.engine_words import condition, names_text, trouble_text, troubles
 from meridian_control.common.look import percent
 
-# Number of names that a line shows.
+# Number of freezes that a line shows.
 SHOWN = 3
 # Fields of the savings that a document shows; `meridianctl savings` shows all.
 SAVINGS = ("since_revision", "saved_ratio", "saved_tokens", "max_loss", "harm_ratio", "harmful", "judged", "unjudged")
@@ -131,7 +133,7 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "rollout", short_text(facts.rollout) if facts.rollout is not None else "none yet"
     yield "freezes", _freezes(facts.freezes)
     yield "saved", saved_text(facts.savings)
-    yield "harm", harm_text(facts.savings) + withdrawn
+    yield "harm", whole_harm_text(facts.savings) + withdrawn
     yield "budgets", _budgets(facts.budgets)
     yield "pressure", _pressure(live)
 
@@ -181,13 +183,13 @@ def _troubles(engines: Sequence[fleet_pb2.Engine]) -> dict[str, list[str]]:
 
 def _engines(engines: Sequence[fleet_pb2.Engine]) -> str:
     """Return how many engines there are, and what is wrong with some of them."""
-    texts = [f"{len(ids)} {what} ({_names(ids)})" for what, ids in _troubles(engines).items() if ids]
-    return ", ".join((f"{len(connected(engines))} connected", *texts))
-
-
-def _names(names: Sequence[str]) -> str:
-    shown = sorted(set(names))
-    return ", ".join(shown[:SHOWN]) + ", …" * (len(shown) > SHOWN)
+    now, groups = datetime.now(UTC), _troubles(engines)
+    ordered = sorted(engines, key=lambda e: e.engine_id)
+    texts = [text for _, text in troubles((e.engine_id, condition(e, now)) for e in ordered)]
+    # These are no states of a single engine.
+    more = ("with an older policy", "without a name of its own")
+    texts += [trouble_text(sorted(groups[what]), what) for what in more if groups[what]]
+    return "; ".join((f"{len(connected(engines))} connected", *texts))
 
 
 def _requests(engines: Sequence[fleet_pb2.Engine]) -> dict[str, int]:
@@ -201,7 +203,7 @@ def _freezes(entries: Sequence[freeze_pb2.StoredFreeze]) -> str:
 
 
 def _budgets(rows: Sequence[fleet_pb2.Budget]) -> str:
-    texts = [f"{row.policy.name} {percent(row.left_ratio, 0)} left, {stage_name(row.stage)}" for row in rows]
+    texts = [f"{row['name']} {percent(row['left_ratio'], 0)} left, {row['stage']}" for row in map(budget_row, rows)]
     return "; ".join(texts) or "none in the policy"
 
 
@@ -218,6 +220,6 @@ def _pressure(engines: Sequence[fleet_pb2.Engine]) -> str:
     texts = []
     for name, levels in _levels(engines).items():
         highest = max(levels.values())
-        who = f" ({_names([engine for engine, level in levels.items() if level == highest])})" if highest else ""
+        who = f" ({names_text([engine for engine, level in levels.items() if level == highest])})" if highest else ""
         texts.append(f"{name} level {highest} of {MAX_LEVEL}{who}")
     return "; ".join(texts) or "none in the policy"

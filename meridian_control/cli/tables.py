@@ -1,11 +1,14 @@
 """Formats engines, live requests, budgets, pressure and comparisons with the control group as tables for terminals."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 
 from meridian.v1 import agent_pb2, fleet_pb2
 from rich.table import Table
 
+from meridian_control.capabilities.budgets.shown import row as budget_row
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL, Reading, worst
 from meridian_control.capabilities.self_calibration.shown import proof_text, requests_text
 from meridian_control.cli.console import (
@@ -15,13 +18,12 @@ from meridian_control.cli.console import (
 )
 from meridian_control.common.decision_words import last_text
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
+from meridian_control.common.engine_words import condition, names_text
 from meridian_control.common.enum_names import (
     entropy_backend_name,
-    stage_name,
-    state_name,
     tier_name,
 )
-from meridian_control.common.harm_words import kind_text, unmeasured_reason
+from meridian_control.common.harm_words import harm_text, kind_text
 from meridian_control.common.look import percent, phase_text
 
 
@@ -33,7 +35,7 @@ def engine_table(rows: Sequence[fleet_pb2.Engine], *, wide: bool = False) -> Tab
     has_connectors = any(e.kv_connector for e in rows)
     has_pools = any(e.pool for e in rows)
     optional = (*(("KV connector",) if has_connectors else ()), *(("pool", "URL") if has_pools else ()))
-    columns = (*load_columns, "entropy", *optional)
+    columns, now = (*load_columns, "entropy", *optional), datetime.now(UTC)
     shown = new_table("engine", "state", "model", "revision", *columns, *more)
     for e in rows:
         revision = f"{e.acked_revision}/{e.revision}{' refused' if e.nack_error else ''}"
@@ -43,8 +45,19 @@ def engine_table(rows: Sequence[fleet_pb2.Engine], *, wide: bool = False) -> Tab
         labels = " ".join(f"{name}={value}" for name, value in sorted(e.labels.items()))
         since = stamp_text(e.connect_time) if e.HasField("connect_time") else ""
         rest = (e.vllm_version, e.agent_version, e.replica, since, labels) if wide else ()
-        add(shown, e.engine_id, _engine_state(e), e.model, revision, *load, _entropy(e), *connector, *pool, *rest)
+        add(shown, e.engine_id, condition(e, now).word, e.model, revision, *load, _entropy(e), *connector, *pool, *rest)
     return shown
+
+
+def cause_lines(rows: Iterable[fleet_pb2.Engine]) -> Iterator[str]:
+    """Yield the causes of the engines' states, each once with all its engines, but not those of regular ends."""
+    now, named = datetime.now(UTC), defaultdict[tuple[str, str], list[str]](list)
+    for e in rows:
+        found = condition(e, now)
+        if found.cause and (found.level or e.state == fleet_pb2.CONNECTION_STATE_CONNECTED):
+            named[found.word, found.cause].append(e.engine_id)
+    for (word, cause), names in named.items():
+        yield f"{names_text(names)} ({word}): {cause}"
 
 
 def thinking_lines(rows: Iterable[fleet_pb2.Engine]) -> Iterator[str]:
@@ -87,7 +100,7 @@ def _limit(row: fleet_pb2.EngineLimitState, engine: fleet_pb2.Engine) -> str:
         if not row.limit.lowest <= row.wanted <= row.limit.highest:
             text += f", the engine takes {row.limit.lowest} to {row.limit.highest}"
         else:
-            text += f", not in force: {_engine_state(engine)}"
+            text += f", not in force: the engine is {condition(engine, datetime.now(UTC)).word}"
     return f"{row.name} {row.in_force} ({text})"
 
 
@@ -104,18 +117,9 @@ def handover_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
 def budget_table(rows: Iterable[fleet_pb2.Budget]) -> Table:
     """Return the budgets. What is left of a limit stands before the most that the limit saves up."""
     shown = new_table("budget", "requests", "stage", "left", "of the minute", "of the day", "used")
-    for row in rows:
-        entry = row.policy
-        globs = (("model", entry.model), ("tenant", entry.tenant), ("class", entry.slo_class), ("effort", entry.effort))
-        who = " ".join(f"{name}={glob}" for name, glob in globs if glob) or "all"
-        stage = stage_name(row.stage) + " (shadow)" * entry.shadow
-        minute, day = row.HasField("minute_left_tokens"), row.HasField("day_left_tokens")
-        most = entry.burst_tokens or entry.tokens_per_minute
-        limits = (
-            f"{row.minute_left_tokens:.0f}/{most}" if minute else "",
-            f"{row.day_left_tokens:.0f}/{entry.tokens_per_day}" if day else "",
-        )
-        add(shown, entry.name, who, stage, percent(row.left_ratio, 0), *limits, row.used_tokens)
+    for row in map(budget_row, rows):
+        left = percent(row["left_ratio"], 0), row["of_minute"], row["of_day"]
+        add(shown, row["name"], row["requests"], row["stage"], *left, row["used_tokens"])
     return shown
 
 
@@ -136,33 +140,11 @@ def pressure_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
     return shown
 
 
-def _engine_state(engine: fleet_pb2.Engine) -> str:
-    if engine.fault:
-        return f"fault: {engine.fault}; {_outlook(engine)}"
-    state = fleet_pb2.ConnectionState.Name(engine.state).removeprefix("CONNECTION_STATE_").lower()
-    if engine.state != fleet_pb2.CONNECTION_STATE_CONNECTED:
-        return f"{state}, {state_name(engine.agent_state)}"
-    if not engine.HasField("freeze"):
-        times = sum(engine.faults.values())
-        return f"{state}, after {times} fault{'s'[: times > 1]}: {engine.last_fault}" if times else state
-    if not engine.freeze.confirmed:
-        return "to be frozen" if engine.freeze.freeze_ids else "to be thawed"
-    if not engine.freeze.HasField("end_time"):
-        return "frozen by MERIDIAN_FREEZE"
-    return f"frozen until {engine.freeze.end_time.ToDatetime():%H:%M:%S} UTC"
-
-
 def _entropy(engine: fleet_pb2.Engine) -> str:
     """Return the backend that measures entropy on an engine, empty if an older agent does not report the backend."""
     if engine.entropy_backend == agent_pb2.ENTROPY_BACKEND_TORCH:
         return "torch, slower"
     return entropy_backend_name(engine.entropy_backend) if engine.entropy_backend else ""
-
-
-def _outlook(engine: fleet_pb2.Engine) -> str:
-    if not engine.HasField("recover_time"):
-        return "off until the engine is started again"
-    return f"off until {engine.recover_time.ToDatetime():%H:%M:%S} UTC"
 
 
 def savings_table(row: fleet_pb2.Savings) -> Table:
@@ -194,15 +176,8 @@ def harm_table(row: fleet_pb2.Savings) -> Table:
     for harm in row.kinds:
         counts = harm.judged, harm.judged_stops, harm.harmful, harm.unjudged
         sides = (_followed(side) for side in (harm.forced_ends, harm.natural_ends))
-        add(shown, kind_text(harm.kind, harm.name), *counts, _harm(harm, row), *sides)
+        add(shown, kind_text(harm.kind, harm.name), *counts, harm_text(harm, row), *sides)
     return shown
-
-
-def _harm(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, row: fleet_pb2.Savings) -> str:
-    if not harm.HasField("harm_ratio"):
-        return f"not measured, {unmeasured_reason(harm, row)}"
-    value, high = harm.harm_ratio.value, harm.harm_ratio.high
-    return f"{percent(value, 2)}, at most {percent(high, 2)}; allowed {percent(row.max_loss, 2)}"
 
 
 def _followed(side: fleet_pb2.EndCounts) -> str:
@@ -223,13 +198,10 @@ def saved_text(row: fleet_pb2.Savings) -> str:
     return f"{share}, {total:,.0f} tokens in all ({low:,.0f} to {high:,.0f})"
 
 
-def harm_text(row: fleet_pb2.Savings) -> str:
-    """Return the harm of all kinds of shortening together, with its bound, or why it is not measured."""
+def whole_harm_text(row: fleet_pb2.Savings) -> str:
+    """Return the harm of all kinds of shortening together, with the counts behind it."""
     unjudged = f", {row.unjudged} not judged for want of a probe" if row.unjudged else ""
-    if not row.HasField("harm_ratio"):
-        return f"not measured, {unmeasured_reason(row, row)}{unjudged}"
-    harm, of = row.harm_ratio, f"{row.harmful} of {row.judged} requests{unjudged}"
-    return f"{percent(harm.value, 2)} ({of}), at most {percent(harm.high, 2)}; allowed {percent(row.max_loss, 2)}"
+    return f"{harm_text(row, row)} ({row.harmful} of {row.judged} requests{unjudged})"
 
 
 def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
@@ -237,7 +209,7 @@ def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
     yield f"saved: {saved_text(row)}"
     if row.control.think_tokens:
         yield f"shadow's own estimate: {percent(row.shadow_saved_tokens / row.control.think_tokens)} of the thinking"
-    yield f"harm: {harm_text(row)}"
+    yield f"harm: {whole_harm_text(row)}"
     for harms in row.kinds:
         if harms.HasField("evidence_ratio"):
             level = "of the level at which the control plane withdraws it"

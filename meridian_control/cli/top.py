@@ -23,7 +23,7 @@ from rich.text import Text
 
 from meridian_control.cli.console import INVALID, RECONNECT_S, RETRY_S, Client, connect, console, fail, say
 from meridian_control.cli.expected import NO_ENGINE
-from meridian_control.cli.tables import engine_table, request_table
+from meridian_control.cli.tables import cause_lines, engine_table, request_table
 
 KEY_POLL_S = 0.1
 # Stands for an update that has not come, because the stream has ended.
@@ -129,7 +129,8 @@ def _view(state: fleet_pb2.WatchFleetResponse, terminal: Console) -> Group:
     while True:
         hidden = len(ordered) - room + state.requests_left_out
         more = [Text(f"and {hidden} more requests")] if hidden else []
-        view = Group(engine_table(state.engines), "", request_table(ordered[:room]), *more)
+        causes = map(Text, cause_lines(state.engines))
+        view = Group(engine_table(state.engines), *causes, "", request_table(ordered[:room]), *more)
         # In a narrow terminal headings and rows take several lines.
         excess = len(terminal.render_lines(view)) - terminal.height
         if not terminal.is_terminal or excess <= 0 or room <= 1:

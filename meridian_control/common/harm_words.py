@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meridian_control.common.look import percent
+
 if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
@@ -20,8 +22,12 @@ def kind_text(kind: str, name: str) -> str:
     return WORDS.get(kind) or f"{kind} {name}"
 
 
-def unmeasured_reason(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
-    """Return why the harm of all kinds, or of one, is not measured under the rules of `savings`."""
-    if savings.not_measured:
-        return savings.not_measured
-    return "no probe came where thinking would have ended" if harm.unjudged else "no request is judged yet"
+def harm_text(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
+    """Return the measured harm, of all kinds or of one, its upper bound, and the harm that the policy allows; or why
+    harm is not measured under the rules of `savings`."""
+    if harm.HasField("harm_ratio"):
+        shares = (harm.harm_ratio.value, harm.harm_ratio.high, savings.max_loss)
+        value, high, allowed = (percent(share, 2) for share in shares)
+        return f"{value}, at most {high}; allowed {allowed}"
+    why = "no probe came where thinking would have ended" if harm.unjudged else "no request is judged yet"
+    return f"not measured: {savings.not_measured or why}"

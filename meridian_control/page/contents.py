@@ -1,8 +1,8 @@
 """Collects the status page's contents as plain data, from the same sources as the gRPC services.
 
-The module decides which data the page shows, how many rows, and with which words it describes an engine's state. The
-module knows nothing of HTTP. Only `Collector` and `newest_ends` query the fleet and the stores; the other functions are
-pure. The module runs on the control plane's event loop.
+The module decides which data the page shows, and how many rows. The module knows nothing of HTTP. Only `Collector` and
+`newest_ends` query the fleet and the stores; the other functions are pure. The module runs on the control plane's event
+loop.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -18,7 +17,8 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
 from meridian_control.common.decision_words import last_text, short, spelled
-from meridian_control.common.enum_names import phase_name, state_name
+from meridian_control.common.engine_words import Condition, condition, lasting, troubles
+from meridian_control.common.enum_names import phase_name
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.common.plain_data import plain
 from meridian_control.engine.decision_ledger import CARRIED_OUT
@@ -29,7 +29,8 @@ from meridian_control.fleet.turns import in_turns
 from meridian_control.page.words import counts_text, end_row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
+    from datetime import datetime
 
     from meridian_control.engine.freeze_state import Freeze, Match
     from meridian_control.fleet.part import FleetPart
@@ -39,9 +40,8 @@ if TYPE_CHECKING:
     from meridian_control.rollout.store import RolloutStore
 
 T = TypeVar("T")
-# Largest number of ends of thinking that are asked of each replica, of revisions, of rollouts, and of engines that a
-# sentence names.
-ASKED_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS, MAX_NAMED = 200, 50, 20, 3
+# Largest number of ends of thinking that are asked of each replica, of revisions, and of rollouts.
+ASKED_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS = 200, 50, 20
 # Seconds for which viewers who do not look at the table get what was collected before.
 KEPT_S = 5.0
 # Seconds for which the page waits for the database and for each capability before it shows the rest: longer than a
@@ -50,17 +50,6 @@ PATIENCE_S = CALL_TIMEOUT_S + 0.5
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 PHASES = {"prompt": agent_pb2.PHASE_PROMPT, "think": agent_pb2.PHASE_THINK, "output": agent_pb2.PHASE_OUTPUT}
 STORED = {"revisions", "rollouts"}
-# What is wrong with engines whose state has this word.
-TROUBLES = {
-    "connected": "without a policy yet",
-    "degraded": "degraded, as answers come late",
-    "lacks facts": "without some facts",
-    "no markers": "without known thinking markers",
-    "off": "with the agent off",
-    "ready": "under pressure",
-    "refuses": "refusing the policy",
-    "stale": "stale, as answers come late",
-}
 LEVELS = {"halted": "bad", "rolled_back": "bad", "paused": "warn", "aborted": "warn"}
 OWN_TABLES = {"engines", "freezes", "requests", "ends"} | STORED
 
@@ -188,15 +177,14 @@ def attention(
 ) -> list[Attention]:
     """Return what an operator should look at: engines by what is wrong with them, freezes, and the active rollout. The
     arguments are rows of the page, and rollouts."""
-    listed, named = list(freezes), dict[tuple[str, str], list[str]]()
-    for row in engines:
+    listed = list(freezes)
+    conditions = (
+        (row["id"], Condition(row["word"], level=row["level"]))
+        for row in engines
         # The freezes themselves say which engines are frozen.
-        if row["level"] and not (listed and row["word"] in ("frozen", "freezing")):
-            named.setdefault((row["level"], row["word"]), []).append(row["id"])
-    lines = [
-        Attention(level, f"{_counted(len(ids), 'engine')} {TROUBLES.get(word, word)}: {_names(ids)}.", "engines")
-        for (level, word), ids in named.items()
-    ]
+        if not (listed and row["word"] in ("frozen", "freezing"))
+    )
+    lines = [Attention(level, f"{text}.", "engines") for level, text in troubles(conditions)]
     for freeze in listed:
         reason = f": {freeze['reason']}" if freeze["reason"] else ""
         text = f"Freeze {freeze['freeze_id']} of {freeze['match']}, for {freeze['left']} longer{reason}."
@@ -209,14 +197,6 @@ def attention(
             text = f"Rollout {rollout.rollout_id} is {rollout.state.word}, {step}: {change}{why}."
             lines.append(Attention(LEVELS.get(rollout.state.word, ""), text, "policy"))
     return lines
-
-
-def _names(ids: Sequence[str]) -> str:
-    return ", ".join((*ids[:MAX_NAMED], *([f"and {len(ids) - MAX_NAMED:,} more"] if len(ids) > MAX_NAMED else ())))
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s'[: count != 1]}"
 
 
 async def capability_rows(whole: WholeFleet) -> list[tuple[str, str, str]]:
@@ -274,93 +254,17 @@ def phases(requests: Iterable[fleet_pb2.LiveRequest]) -> dict[str, dict[str, int
     return counts
 
 
-class Condition(NamedTuple):
-    """An engine's state in a word, the state's cause in a sentence, and its severity: bad, warn or empty."""
-
-    word: str
-    cause: str = ""
-    level: str = ""
-
-
-def condition(
-    engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime, causes: Iterable[str] = ()
-) -> Condition:
-    """Return the engine's most important state for an operator. causes: what capabilities do to the engine, if it is
-    connected and has no worse trouble."""
-    if engine.state != CONNECTED:
-        return _gone(engine, now)
-    if engine.fault:
-        return Condition("off", f"the agent is off, so the engine runs as stock vLLM: {engine.fault}", "bad")
-    if engine.HasField("freeze"):
-        return _frozen(engine.freeze, freezes, now)
-    return _connected(engine, "; ".join(causes))
-
-
-def _connected(engine: fleet_pb2.Engine, cause: str) -> Condition:
-    if engine.nack_error:
-        return Condition("refuses", f"revision {engine.revision}: {engine.nack_error}", "bad")
-    if not engine.acked_revision:
-        return Condition("connected", "the agent has not applied a policy yet", "warn")
-    if engine.unknown_markers:
-        return Condition("no markers", f"no token counts as thinking: {engine.unknown_markers}", "warn")
-    if engine.missing_facts:
-        return Condition("lacks facts", "; ".join(engine.missing_facts), "warn")
-    if engine.agent_state in (agent_pb2.AGENT_STATE_STALE, agent_pb2.AGENT_STATE_DEGRADED):
-        why = "answers reach the agent late: the control plane is overloaded, or too far away"
-        return Condition(state_name(engine.agent_state), why, "warn")
-    word = state_name(engine.agent_state) if engine.agent_state else "connected"
-    return Condition(word, cause, "warn" if cause else "")
-
-
-def _gone(engine: fleet_pb2.Engine, now: datetime) -> Condition:
-    seen_at = engine.report_time if engine.HasField("report_time") else engine.connect_time
-    ago = lasting((now - seen_at.ToDatetime(UTC)).total_seconds())
-    if not engine.lost:
-        return Condition("gone", f"last heard {ago} ago; it has shut down")
-    if engine.agent_state == agent_pb2.AGENT_STATE_STALE:
-        return Condition(
-            "gone", f"last heard {ago} ago; if the engine still runs, its last decisions are in force (STALE)", "warn"
-        )
-    if engine.agent_state == agent_pb2.AGENT_STATE_DEGRADED:
-        return Condition(
-            "gone",
-            f"last heard {ago} ago, longer than its lease; if the engine still runs, only caps are in force (DEGRADED)",
-            "bad",
-        )
-    return Condition("gone", f"last heard {ago} ago, the agent was off: {engine.fault}", "bad")
-
-
-def _frozen(freeze: fleet_pb2.EngineFreeze, freezes: Mapping[int, Freeze], now: datetime) -> Condition:
-    reasons = "; ".join(dict.fromkeys(freezes[i].reason for i in freeze.freeze_ids if i in freezes))
-    if not freeze.confirmed:
-        return Condition(
-            "freezing" if freeze.freeze_ids else "thawing", reasons or "the agent has not confirmed yet", "warn"
-        )
-    if not freeze.HasField("end_time"):
-        return Condition("frozen", "the engine runs as stock vLLM because its environment sets MERIDIAN_FREEZE", "warn")
-    left = lasting((freeze.end_time.ToDatetime(UTC) - now).total_seconds())
-    return Condition("frozen", f"runs as stock vLLM for {left} longer" + f": {reasons}" * bool(reasons), "warn")
-
-
-def lasting(seconds: float) -> str:
-    """Spell a duration for people: 42 s, 9 min, 2 h 5 min."""
-    whole = max(0, round(seconds))
-    if whole < 120:
-        return f"{whole} s"
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
-
-
 def engine_row(
     engine: fleet_pb2.Engine, freezes: Mapping[int, Freeze], now: datetime, parts: Iterable[FleetPart]
 ) -> dict[str, Any]:
+    reasons = {number: freeze.reason for number, freeze in freezes.items()}
     causes = filter(None, each(parts, lambda part: part.cause(engine)))
     row = {
         "id": engine.engine_id,
         "incarnation": engine.incarnation,
         "replica": engine.replica,
         "model": engine.model,
-        **condition(engine, freezes, now, causes)._asdict(),
+        **condition(engine, now, reasons, causes)._asdict(),
         "revision": engine.revision,
         "acked_revision": engine.acked_revision,
         "step_time_ms": round(engine.step_time_ms, 1),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meridian_control.capabilities.control_group.experiments import kind_of
 from meridian_control.capabilities.control_group.savings import harming
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
-from meridian_control.common.harm_words import unmeasured_reason
+from meridian_control.common.harm_words import harm_text
 from meridian_control.common.look import percent
 from meridian_control.common.plain_data import plain
 from meridian_control.fleet.part import Shown
@@ -53,21 +53,16 @@ def savings_row(savings: fleet_pb2.Savings, harms: Iterable[fleet_pb2.Shortening
         plain(harm)
         | {
             "text": kind_of(harm).text,
-            "harm": harm_text(harm, savings),
+            "harm": _harm(harm, savings),
             "level": "bad" if kind_of(harm) in harmful else "",
         }
         for harm in savings.kinds
     ]
-    return plain(savings) | {"harm": harm_text(savings, savings), "drift": drift_text(savings), "kinds": kinds}
+    return plain(savings) | {"harm": _harm(savings, savings), "drift": drift_text(savings), "kinds": kinds}
 
 
-def harm_text(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
-    """Return the measured harm, of all kinds or of one, its upper bound and the harm that the policy allows."""
-    if not harm.HasField("harm_ratio"):
-        return "not measured: " + unmeasured_reason(harm, savings)
-    shares = (harm.harm_ratio.value, harm.harm_ratio.high, savings.max_loss)
-    value, high, allowed = (percent(share, 2) for share in shares)
-    return f"{value}, at most {high}; allowed {allowed}" + _evidence_text(harm, "evidence_ratio")
+def _harm(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:
+    return harm_text(harm, savings) + (_evidence(harm, "evidence_ratio") if harm.HasField("harm_ratio") else "")
 
 
 def harm_sentence(savings: fleet_pb2.Savings, harm: fleet_pb2.ShorteningHarm) -> str:
@@ -83,10 +78,10 @@ def drift_text(savings: fleet_pb2.Savings) -> str:
         f"{SIGNALS[signal].name}, {sum(sample_bin.seen for sample_bin in bins)} requests"
         for signal, bins in drift_bins(savings).items()
     ]
-    return "; ".join(compared) + _evidence_text(savings, "drift_evidence_ratio") if compared else "not compared"
+    return "; ".join(compared) + _evidence(savings, "drift_evidence_ratio") if compared else "not compared"
 
 
-def _evidence_text(
+def _evidence(
     savings: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, field: Literal["evidence_ratio", "drift_evidence_ratio"]
 ) -> str:
     """Return the evidence as a share of that at which the control plane withdraws; empty if it is not known."""

@@ -41,12 +41,12 @@ async def test_savings(control: Control) -> None:
     assert lines[7].startswith("shortened by judged would end harmful not judged harm")
     after = "40: 10.0 % empty, 0.0 % thought again, 0.0 % by length"
     assert lines[8] == f"budget acme 90 50 9 1 10.00 %, at most 16.80 %; allowed 1.00 % {after}"
-    assert lines[9] == "the policy's cap 0 0 0 0 not measured, no request is judged yet"
+    assert lines[9] == "the policy's cap 0 0 0 0 not measured: no request is judged yet"
     saved, own, harm, evidence = lines[10:]
     assert saved.startswith("saved: 40.0 % of the thinking (")
     assert "4,000 tokens in all (" in saved
     assert own == "shadow's own estimate: 39.0 % of the thinking"
-    assert harm == "harm: 2.00 % (2 of 100 requests), at most 6.16 %; allowed 1.00 %"
+    assert harm == "harm: 2.00 %, at most 6.16 %; allowed 1.00 % (2 of 100 requests)"
     assert evidence.startswith("evidence of more harm by budget acme: 0.25 ")
     assert result.stderr == "replicas that did not answer, so that their data is missing: b\n"
     as_json = json.loads((await control("savings", "-o", "json")).stdout)
@@ -77,8 +77,8 @@ async def test_savings_say_what_is_not_known(control: Control) -> None:
     text = (await control("savings")).stdout
     assert text.startswith("revision 9 withdrew what did harm: it did harm\n")
     assert "saved: not known yet, because an arm has too few requests" in text
-    why = "no probe came where thinking would have ended, 7 not judged for want of a probe"
-    assert f"harm: not measured, {why}" in text
+    why = "no probe came where thinking would have ended (0 of 3 requests, 7 not judged for want of a probe)"
+    assert f"harm: not measured: {why}" in text
 
 
 async def test_engines_say_that_rules_were_withdrawn(control: Control) -> None:

@@ -93,7 +93,8 @@ def test_what_is_wrong_with_engines() -> None:
         of("gone", state=CONNECTED + 1, lost=True),
     ]
     assert status._engines(engines) == (
-        "6 connected, 1 lost (gone), 1 at fault (b), 4 with an older policy (old-0, old-1, old-2, …)"
+        "6 connected; 1 engine with the agent off: b; 1 engine gone: gone; "
+        "4 engines with an older policy: old-0, old-1, old-2, and 1 more"
     )
 
 

@@ -123,9 +123,9 @@ async def test_a_budget_shortens_requests_until_it_is_raised(control: Control) -
             ]
             assert named[-1]["outcome"] == "OUTCOME_APPLIED"
             rows = (await ctl(control, "budgets")).stdout.splitlines()
-            assert [row.split()[0:3] for row in rows[1:3]] == [
-                ["acme", "tenant=acme", "floor"],
-                ["all", "all", "unshortened"],
+            assert [row.split()[0:4] for row in rows[1:3]] == [
+                ["acme", "tenant", "acme", "floor"],
+                ["all", "every", "request", "unshortened,"],
             ]
 
             await control.set_policy(budgeted(10**9))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from meridian_control.common.engine_words import condition
 from meridian_control.fleet.departed import FORGET_AFTER_S
-from meridian_control.page.contents import condition
 from tests.contract.ctl import FAILED, OK, ctl
 from tests.contract.raw_engine import RawEngine
 from tests.fakes.fleets import engines_of
@@ -62,5 +62,5 @@ async def test_engines_of_long_ago_are_forgotten(
         await control.kill()
     await control.start()
     assert lost(control) == named
-    shown = [condition(engine, {}, control.fleet.clock()) for engine in engines_of(control.fleet)]
+    shown = [condition(engine, control.fleet.clock()) for engine in engines_of(control.fleet)]
     assert [row.cause.partition(",")[0] for row in shown] == heard

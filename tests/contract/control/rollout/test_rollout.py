@@ -62,7 +62,7 @@ async def test_budgets_of_a_candidate_are_shown_on_every_replica(control: Contro
     await control.begin(CANARY, ALL, policy=new)
     await control.fleet.part(BudgetSharing).tick()
     rows = (await ctl(control, "budgets")).stdout.splitlines()
-    assert [row.split()[:3] for row in rows[1:2]] == [["trial", "all", "unshortened"]]
+    assert [row.split()[:4] for row in rows[1:2]] == [["trial", "every", "request", "unshortened,"]]
     shown = dict(control.fleet.part(BudgetSharing).metrics(await control.fleet.totals()))
     assert shown["meridian_budget_stage"] == [(("trial",), UNSHORTENED)]
 

@@ -80,7 +80,7 @@ def test_engines_name_the_limits_that_the_policy_changes() -> None:
     assert list(limit_lines([*engines, fleet_pb2.Engine(engine_id="older")])) == [
         "a runs with running 32 (started with 128), piece 512 (started with 0)",
         "b runs with running 128 (started with 128; the policy sets 500, the engine takes 1 to 128)",
-        "f runs with running 128 (started with 128; the policy sets 32, not in force: frozen by MERIDIAN_FREEZE)",
+        "f runs with running 128 (started with 128; the policy sets 32, not in force: the engine is frozen)",
     ]
 
 

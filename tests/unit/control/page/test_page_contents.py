@@ -13,13 +13,12 @@ from meridian_control.capabilities.control_group.shown import savings_row
 from meridian_control.capabilities.handover.shown import handovers_text
 from meridian_control.capabilities.pressure.shown import levels_text
 from meridian_control.capabilities.self_calibration.shown import row as self_calibration_row
+from meridian_control.common.engine_words import condition, lasting
 from meridian_control.common.plain_data import plain
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.page.contents import (
     attention,
-    condition,
     freeze_row,
-    lasting,
     match_text,
     phases,
     rollout_row,
@@ -58,7 +57,8 @@ def frozen(*ids: int, confirmed: bool = True, until: timedelta | None = None) ->
     [
         (engine(), "ready", "", ""),
         (engine(acked_revision=0), "connected", "the agent has not applied a policy yet", "warn"),
-        (engine(state=OFF, fault="KeyError: 1"), "off", "the agent is off*: KeyError: 1", "bad"),
+        (engine(state=OFF, fault="KeyError: 1"), "off", "*until it is started again: KeyError: 1", "bad"),
+        (engine(faults={"hook": 2}, last_fault="x"), "ready", "after 2 faults, the last of which was x", ""),
         (engine(unknown_markers="no parser"), "no markers", "no token counts as thinking: no parser", "warn"),
         (engine(nack_error="no such parser"), "refuses", "revision 3: no such parser", "bad"),
         (
@@ -82,7 +82,7 @@ def frozen(*ids: int, confirmed: bool = True, until: timedelta | None = None) ->
     ],
 )
 def test_the_state_of_an_engine_has_a_cause(seen: fleet_pb2.Engine, word: str, cause: str, level: str) -> None:
-    found = condition(seen, FREEZES, NOW)
+    found = condition(seen, NOW, {number: freeze.reason for number, freeze in FREEZES.items()})
     assert (found.word, found.level) == (word, level)
     parts = cause.split("*")
     assert found.cause.startswith(parts[0])
@@ -136,7 +136,7 @@ def test_an_engine_under_pressure_stands_out() -> None:
     reading = fleet_pb2.PressureReading(target="ttot_p99_ms", measured=412.5, limit=250, samples=90)
     change = fleet_pb2.PressureChange(name="chat", level_before=1, level=3, reading=reading)
     row = fleet_pb2.Pressure(name="chat", level=3, changes=[change])
-    told = condition(pressed := engine(pressures=[row]), {}, NOW, [levels_text(pressed)])
+    told = condition(pressed := engine(pressures=[row]), NOW, {}, [levels_text(pressed)])
     assert (told.word, told.level) == ("ready", "warn")
     assert told.cause == "pressure chat at level 3 of 6: ttot_p99_ms was 412.5, limit 250"
     quiet = [fleet_pb2.Pressure(name="a", level=6, shadow=True), fleet_pb2.Pressure(name="b")]
