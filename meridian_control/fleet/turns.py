@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from itertools import islice
-from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from meridian_control.common.histogram import Histogram, time_histogram
 from meridian_control.common.slices import SLICE_ROWS
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from meridian_control.common.slices import Sliced
 
 T = TypeVar("T")
-# Seconds of long work after which the event loop does what has become ready meanwhile, and the work's least share of
-# the time: a pause lasts long on a full core, and the next turn of the work is then longer, too.
+# Seconds of long work after which the event loop does what has become ready meanwhile; and the least share of the time
+# that all long work gets together: a pause lasts long on a full core, and the next turns are then longer, too.
 TURN_S, TURN_SHARE = 0.002, 0.1
 # Engines that are sent a policy or freezes in one round of the event loop.
 ENGINES_AT_ONCE = 16
@@ -68,15 +67,27 @@ class Turns:
 class _Turn:
     """The time for which long work holds the event loop."""
 
+    # Number of works that pause now. A pause holds the turns of all others, so they share what a long one adds, or each
+    # round would be longer than the one before.
+    pausing: ClassVar[int] = 0
+
     def __init__(self) -> None:
-        self._began, self._lasts_s = monotonic(), TURN_S
+        self._time = asyncio.get_running_loop().time
+        self._began, self._lasts_s = self._time(), TURN_S
 
     async def go_on(self) -> None:
         """Let the event loop do other work if the turn is over."""
-        if (ended := monotonic()) - self._began >= self._lasts_s:
+        if (ended := self._time()) - self._began < self._lasts_s:
+            return
+        _Turn.pausing += 1
+        others = _Turn.pausing
+        try:
             await asyncio.sleep(0)
-            self._began = monotonic()
-            self._lasts_s = max(TURN_S, TURN_SHARE * (self._began - ended))
+        finally:
+            others = max(others, _Turn.pausing)
+            _Turn.pausing -= 1
+        self._began = self._time()
+        self._lasts_s = max(TURN_S, TURN_SHARE * (self._began - ended) / others)
 
 
 async def in_parts(items: Iterable[T]) -> AsyncIterator[list[T]]:

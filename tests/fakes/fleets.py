@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meridian_control.common.slices import at_once
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from meridian.v1 import fleet_pb2
 
     from meridian_control.engine.totals import Totals
     from meridian_control.fleet.fleet import Fleet
 
+T = TypeVar("T")
+
 
 def engines_of(fleet: Fleet) -> list[fleet_pb2.Engine]:
     """Return all engines, those that left included."""
-    return at_once(fleet.views.engines_in_turns().__await__())
+    return _now(fleet.views.engines_in_turns())
 
 
 def requests_of(fleet: Fleet, engine_id: str = "") -> list[fleet_pb2.LiveRequest]:
     """Return the live requests of one engine, or of all for an empty id."""
-    return at_once(fleet.views.requests_in_turns(engine_id).__await__())
+    return _now(fleet.views.requests_in_turns(engine_id))
 
 
 def totals_of(fleet: Fleet) -> Totals:
     """Return the counters summed over all sessions."""
-    return at_once(fleet.totals().__await__())
+    return _now(fleet.totals())
+
+
+def _now(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return at_once(work.__await__())

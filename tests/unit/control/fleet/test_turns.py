@@ -53,10 +53,10 @@ def counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Non
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the time by which turns end, which stands still until a test sets it."""
+async def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the event loop's time, by which turns end, which stands still until a test sets it."""
     now = [0.0]
-    monkeypatch.setattr(turns, "monotonic", lambda: now[0])
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
     return now
 
 
@@ -127,6 +127,25 @@ async def test_long_work_pauses_by_the_time_that_it_takes(
                 item()
 
     assert await rounds_of(work(), others) - 1 in pauses
+
+
+@pytest.mark.parametrize("others_s", [0.0, 0.1])
+async def test_long_works_share_a_round(clock: list[float], others_s: float) -> None:
+    """Each work's pause holds the turns of all others, and must not lengthen its own next turn."""
+    works, item_s = 15, TURN_S / 2
+
+    async def work() -> None:
+        async for _ in in_turns(range(ITEMS)):
+            clock[0] += item_s
+
+    tasks, rounds_s = [asyncio.create_task(work()) for _ in range(works)], list[float]()
+    while not all(task.done() for task in tasks):
+        began_s = clock[0]
+        clock[0] += others_s
+        await asyncio.sleep(0)
+        rounds_s.append(clock[0] - began_s)
+    # The works get their share of a long round, or a turn each.
+    assert max(rounds_s) <= others_s / (1 - TURN_SHARE) + works * (TURN_S + item_s)
 
 
 @pytest.mark.usefixtures("short")
