@@ -130,7 +130,7 @@ class Learner(Value):
     def refused(self, requests: int, why: str, newest: int, now: datetime, *, anew: bool = False) -> Self:
         """Note that an attempt on so many judged requests has proved no rule. newest: number of the newest episode.
         anew: whether nothing could be seen on them, so that no rule was tried and only later requests count."""
-        needed = MAX_EPISODES if anew else GROWTH * max(requests, self.needed)
+        needed = MAX_EPISODES if anew else GROWTH * max(requests, self.needed, self.least)
         return self._with(
             state=State.REFUSED,
             since=now,

@@ -96,7 +96,9 @@ def test_requests_that_cannot_be_judged_are_no_attempt() -> None:
     assert (short.state, short.attempts, short.needs(LOSS), short.tried) == (State.RECORDING, 0, 368, ())
     assert short.reads(LOSS) == 368, "of the newest 366 it would again be short"
     later = short.refused(366, "no", 17, NOW)
-    assert (later.needs(LOSS), later.reads(LOSS)) == (732, fewest(2, LOSS)), "no more is read than a proof needs"
+    assert (later.needs(LOSS), later.reads(LOSS)) == (736, fewest(2, LOSS)), "no more is read than a proof needs"
+    most = learner().short(36, 366, 328, 17, NOW).refused(72, "no", 17, NOW)
+    assert most.needs(LOSS) == 2 * 694, "the next attempt would be on nearly the same requests"
     full = short.short(300, MAX_EPISODES, 66, 17, NOW + PAUSE)
     assert (full.state, full.attempts, full.after) == (State.REFUSED, 0, 17)
     assert full.why == "300 of 5,000 requests can be judged, and 66 more are needed"
