@@ -1,10 +1,9 @@
-"""The benchmarks that need no vLLM still run: servers beside each other, and a small fleet."""
+"""The benchmark of the fleet still runs, and loses nothing."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.bench.cost_control import ECHO, OLD, TODAY, Load, Servers
 from tests.bench.fleet_rig import Rig, Windows, measure
 from tests.bench.fleet_tape import made
 
@@ -12,16 +11,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.postgres import Postgres
-
-
-async def test_every_server_gets_the_same_reports(tmp_path: Path) -> None:
-    servers = Servers(tmp_path / "servers", Load(engines=2, begin_s=0.5, measure_s=1.5), "HEAD")
-    assert servers.arms == [TODAY, OLD, ECHO]
-    for arm in servers.arms:
-        found = await servers.window(arm)
-        assert found["messages_per_s"] > 0
-        assert found["engines_per_core"] > 0
-        assert ("latency_p50_ms" in found) == (arm != ECHO)
 
 
 async def test_a_small_fleet_loses_nothing_although_a_replica_is_killed(tmp_path: Path, postgres: Postgres) -> None:
