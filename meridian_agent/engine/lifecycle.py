@@ -42,6 +42,7 @@ from meridian_agent.vllm_adapter import (
     scheduler_api,
     tokenizer,
 )
+from meridian_agent.vllm_adapter.core_error import core_fails
 from meridian_agent.vllm_adapter.model_fingerprint import fingerprint
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits, limits_of
 from meridian_agent.vllm_adapter.version import unfit_limit, unfit_preemption, vllm_version
@@ -235,7 +236,7 @@ class Lifecycle:
 
     def stop(self) -> None:
         """End the stream, and let another engine have the name."""
-        self.link.stop()
+        self.link.stop(fails=core_fails())
         self._name.release()
 
     def disarm(self) -> None:

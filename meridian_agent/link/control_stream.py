@@ -12,7 +12,6 @@ import logging
 import math
 import random
 import re
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -133,16 +132,15 @@ class ControlStream:
         self._thread.start()
         self.thread_seconds.watch([self._thread])
 
-    def stop(self) -> None:
+    def stop(self, *, fails: bool = False) -> None:
         """End the stream and the thread, without waiting for them unless the process ends. The agent ends its side of
         the stream first, so that the control plane knows that the engine shuts down. Records that are not sent within
         GOODBYE_S are lost.
 
-        After an error vLLM shuts the engine down in the same way. The stream then breaks off, as if the engine had been
-        killed.
+        fails: whether an error ends the engine. The stream then breaks off, as if the engine had been killed.
         """
         self._stop.set()
-        if isinstance(sys.exception(), Exception):
+        if fails:
             self.restart("the engine fails")
             return
         self.outbox.ring.put(None)
