@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 from collections import Counter, deque
 from contextlib import suppress
@@ -62,6 +63,8 @@ MAX_READ_BYTES = 8 << 20
 PATIENCE_S = REST_S = 600.0
 # Seconds for which the end of a replica waits for the store, and for which the page shows the same rows.
 END_S, SHOWN_S = 2.0, 5.0
+# How the process ends if `end` ends it, or if systemd or Ctrl-C ends all processes of the control plane at once.
+TOLD_TO_END = -signal.SIGTERM, -signal.SIGINT
 WORKER = "meridian_control.offline.self_calibration"
 # Each thread of numpy's linear algebra takes memory of its own.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
@@ -81,6 +84,10 @@ ENTRIES = (
 
 class CalibrationError(MeridianError):
     """The process that calibrates has failed."""
+
+
+class CalibrationEndedError(CalibrationError):
+    """The process that calibrates was told to end, as the control plane is."""
 
 
 class SelfCalibration(FleetPart):
@@ -151,7 +158,7 @@ class SelfCalibration(FleetPart):
     async def end(self) -> None:
         if self._process is not None:
             with suppress(ProcessLookupError):
-                self._process.kill()
+                self._process.terminate()
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(END_S):
                 await self._record()
@@ -256,11 +263,7 @@ class SelfCalibration(FleetPart):
         last, episodes = await self._store.read(learner.traffic, learner.after, learner.reads(max_loss), MAX_READ_BYTES)
         goal = {"max_loss": max_loss, "attempt": learner.attempts + 1}
         self._has_tried = True
-        try:
-            found = await self._result(learner.traffic, _task(own, episodes) | goal)
-        except CalibrationError as error:
-            await self._store.save(learner.failed(str(error)))
-            raise
+        found = await self._result(learner, _task(own, episodes) | goal)
         now = self._clock()
         if "missing" in found:
             return learner.short(found["requests"], len(episodes), found["missing"], last, now)
@@ -319,7 +322,8 @@ class SelfCalibration(FleetPart):
         if judges and await self._store.count(traffic, watch.after) >= JUDGED_EVERY:
             last, episodes = await self._store.read(traffic, watch.after, JUDGED_EVERY, MAX_READ_BYTES)
             task = _task(own, episodes) | {"rule": learner.rule.model_dump(mode="json")}
-            judged = await self._result(traffic, task)
+            judged = await self._result(learner, task)
+            learner = learner.failed("")
             watch.after = last
             watch.add(judged["requests"], judged["harmful"], judged["first"])
         has_ceased = newest.time is not None and self._clock() > newest.time + UNUSED
@@ -345,12 +349,18 @@ class SelfCalibration(FleetPart):
         """Whether a calibration of the traffic has failed a short time ago."""
         return traffic in self._rests_until and self._clock() < self._rests_until[traffic]
 
-    async def _result(self, traffic: str, task: dict[str, Any]) -> dict[str, Any]:
-        """Run a task for a traffic, which rests for REST_S if the task fails. Raises CalibrationError."""
+    async def _result(self, learner: Learner, task: dict[str, Any]) -> dict[str, Any]:
+        """Run a task for a traffic. If the task fails, its error is stored, and the traffic rests for REST_S. Raises
+        CalibrationError, StoreUnavailable."""
+        assert self._store is not None
         try:
             return await self.calibrate(task)
-        except Exception:
-            self._rests_until[traffic] = self._clock() + timedelta(seconds=REST_S)
+        except CalibrationEndedError:
+            raise
+        except Exception as error:
+            self._rests_until[learner.traffic] = self._clock() + timedelta(seconds=REST_S)
+            is_known = isinstance(error, CalibrationError)
+            await self._store.save(learner.failed(str(error) if is_known else f"the calibration failed: {error!r}"))
             raise
 
     async def _calibrate(self, task: dict[str, Any]) -> dict[str, Any]:
@@ -373,6 +383,8 @@ class SelfCalibration(FleetPart):
             raise CalibrationError(f"the calibration took more than {PATIENCE_S:g} s") from None
         finally:
             self._process = None
+        if process.returncode in TOLD_TO_END:
+            raise CalibrationEndedError("the calibration was told to end")
         if process.returncode:
             lines = complaint.decode(errors="replace").strip().splitlines() or ["no error"]
             raise CalibrationError(f"the calibration ended with {process.returncode}: {lines[-1]}")

@@ -145,7 +145,7 @@ class Learner(Value):
         )
 
     def failed(self, error: str) -> Self:
-        """Note that a calibration had no result."""
+        """Note that a calibration, or a look at the rule in force, had no result; without an error, that it had one."""
         return self._with(failure=error)
 
     def short(self, requests: int, read: int, missing: int, newest: int, now: datetime) -> Self:
@@ -185,6 +185,7 @@ class Learner(Value):
             state=State.WITHDRAWN,
             since=now,
             why=why,
+            failure="",
             after=newest,
             needed=0,
             least=0,

@@ -5,9 +5,11 @@ Store, rollouts and calibration are real; the test moves the clock.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -599,6 +601,57 @@ async def test_a_stored_name_without_room_in_an_override_is_forgotten(control: C
     await part._store.add([(long.traffic, EASY.episode(random.Random(1), "r").to_json())], control.now, 10)
     await records(control, EASY, 4)
     assert [row.slo_class for row in await rows(control)] == [WHO.slo_class]
+
+
+@pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (CalibrationError("it took more than 600 s"), "it took more than 600 s"),
+        (OSError(12, "Cannot allocate memory"), "the calibration failed: OSError(12, 'Cannot allocate memory')"),
+    ],
+)
+async def test_a_rule_that_cannot_be_watched_says_so(control: Control, error: Exception, why: str) -> None:
+    await in_force(control)
+    part = control.fleet.part(SelfCalibration)
+
+    async def fails(_: dict[str, Any]) -> dict[str, Any]:
+        raise error
+
+    async def watched(traffic: Traffic) -> fleet_pb2.SelfCalibration:
+        for episode in traffic.episodes(random.Random(2), 100):
+            part.record(WHO.traffic, episode)
+        with suppress(type(error)):
+            await part.tick()
+        return await found(control)
+
+    part.calibrate = fails
+    row = await watched(EASY)
+    assert (row.state, row.why) == ("in force", why)
+    part.calibrate = in_process
+    control.now += timedelta(seconds=fleet.REST_S)
+    row = await watched(EASY)
+    assert (row.state, row.why) == ("in force", "")
+    part.calibrate = fails
+    assert (await watched(EASY)).why == why
+    await apply(control, ASKED)
+    await part.tick()
+    assert (await found(control)).why.endswith("does not have it"), "the reason of the newer state is shown"
+
+
+async def test_a_calibration_that_the_end_of_the_replica_ends_has_not_failed(control: Control) -> None:
+    await apply(control, ASKED)
+    await records(control, EASY, ENOUGH - 200)
+    part = control.fleet.part(SelfCalibration)
+    part.calibrate = part._calibrate
+    for episode in EASY.episodes(random.Random(2), 200):
+        part.record(WHO.traffic, episode)
+    ticking = asyncio.create_task(part.tick())
+    await until(lambda: part._process is not None)
+    await part.end()
+    with pytest.raises(CalibrationError):
+        await ticking
+    assert (await found(control)).why == ""
 
 
 async def test_the_calibration_runs_in_a_process_of_its_own(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
