@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import logging
+import time
+from typing import TYPE_CHECKING
 
 from meridian_control.common.errors import MeridianError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 # Largest number of errors that are remembered, because a text may name what differs each time.
 MAX_KNOWN = 16
+# Seconds without an error after which it is logged again, because some work never says that it has succeeded.
+FORGOTTEN_S = 3600.0
 
 
 class Complaints:
-    """Logs each error of some work once, until the work succeeds. An error that is not foreseen has its traceback.
+    """Logs each error of some work once, until the work succeeds or an hour has passed without the error. An error that
+    is not foreseen has its traceback.
 
-    text: the format of the log's line; its arguments are those of `log`, and the error.
+    text: the format of the log's line; its arguments are those of `log`, and the error. clock: returns monotonic
+    seconds.
     """
 
-    def __init__(self, logger: logging.Logger, text: str = "%s", level: int = logging.WARNING) -> None:
-        self._logger, self._text, self._level = logger, text, level
-        # The texts of the errors that the log has; one fault may show in several errors by turns.
-        self._known: set[str] = set()
+    def __init__(
+        self,
+        logger: logging.Logger,
+        text: str = "%s",
+        level: int = logging.WARNING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger, self._text, self._level, self._clock = logger, text, level, clock
+        # The texts of the errors that the log has, each with its newest time; one fault may show in several errors by
+        # turns.
+        self._known: dict[str, float] = {}
 
     def log(self, error: Exception, *named: object) -> None:
-        if (text := str(error)) in self._known:
-            return
+        text, now_s = str(error), self._clock()
+        known_s = self._known.pop(text, None)
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known.add(text)
+        self._known[text] = now_s
+        if known_s is not None and now_s - known_s < FORGOTTEN_S:
+            return
         cause = None if isinstance(error, MeridianError) else error
         self._logger.log(self._level, self._text, *named, text, exc_info=cause)
 

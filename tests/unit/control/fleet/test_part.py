@@ -81,6 +81,16 @@ async def test_an_error_that_the_page_meets_again_and_again_is_logged_once(caplo
     assert caplog.messages == ["Shown: no cause", "Shown: no rows"]
 
 
+def test_a_fault_that_comes_again_much_later_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing says when the work of such a method succeeds, as that for one engine may while that for another fails."""
+    part, now_s, logged = FleetPart(), 0.0, list[float]()
+    part.complaints._clock = lambda: now_s
+    for now_s in (*range(10_000), 13_500, 17_200):
+        part.complaints.log(ValueError("away"))
+        logged += [now_s] * (len(caplog.messages) > len(logged))
+    assert logged == [0, 17_200]
+
+
 async def test_a_tick_goes_on_when_its_job_is_cancelled() -> None:
     begun, goes_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
