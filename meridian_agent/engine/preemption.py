@@ -8,7 +8,7 @@ schedules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_agent.core.phases import Phase
@@ -18,7 +18,7 @@ from meridian_agent.core.step_record import Outcome
 from meridian_agent.vllm_adapter import preemption_api, request_api, scheduler_api
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.preempts import Claim, Preempts
@@ -54,11 +54,14 @@ class Victim(NamedTuple):
 
 @dataclass(slots=True)
 class Room:
-    """The running places and KV blocks that are free before a step, and what waiting requests are to take of them."""
+    """The running places and KV blocks that are free before a step, and what waiting requests are to take of them.
+    lacking: number of requests that lack something. in_vain: those of them for which no others were preempted."""
 
     places: int
     blocks: int
     taken: tuple[int, int] = 0, 0
+    lacking: int = 0
+    in_vain: list[LiveRequest] = field(default_factory=list)
 
     def lacks(self, blocks: int) -> bool:
         """Whether a request that needs so many blocks finds no place or too few blocks."""
@@ -123,33 +126,30 @@ class Preemption:
         if self._queues.preempted_answers() or (places < 1 and not self.recomputed.may_grow()):
             # An answer that vLLM has preempted comes first, or no request can join the coming step.
             return 0, 0
-        waiting = set(scheduler.waiting)
-        ready = self._ready(scheduler, waiting)
+        waiting, blocks = set(scheduler.waiting), preemption_api.free_blocks(scheduler)
+        # Requests in shadow take from a room of their own, so that they change nothing for the others.
+        rooms = {shadow: Room(places, blocks) for shadow in (False, True)}
+        ready = self._ready(scheduler, waiting, rooms)
         overdue = [live.ref for live in self._overdue() if live.ref in waiting]
         if overdue and any(ready):
             self._put_first(scheduler, overdue)
             return 0, 0
         served: list[Request] = []
         others: list[Request] = []
-        # Those that lack something and for which no others were preempted.
-        in_vain: list[LiveRequest] = []
-        lacking, blocks = 0, preemption_api.free_blocks(scheduler)
-        # Requests in shadow take from a room of their own, so that they change nothing for the others.
-        rooms = {shadow: Room(places, blocks) for shadow in (False, True)}
         for live, claim, needed in ready:
             room, group = rooms[claim.shadow], others
             if room.lacks(needed):
-                lacking += 1
-                if lacking > MOST_LACKING:
-                    self._preempts.put_last(in_vain)
-                    break
+                room.lacking += 1
+                if room.lacking > MOST_LACKING:
+                    self._preempts.put_last(room.in_vain)
+                    continue
                 victims = self._victims(scheduler, claim, 1 - room.places, needed - room.blocks)
                 if victims:
                     self._carry_out(scheduler, live, claim, victims)
                     room.add(victims)
                     group = served
                 else:
-                    in_vain.append(live)
+                    room.in_vain.append(live)
             if not room.lacks(needed):
                 room.take(needed)
             if not claim.shadow:
@@ -160,14 +160,17 @@ class Preemption:
         return rooms[False].taken
 
     def _ready(
-        self, scheduler: PreemptingScheduler, waiting: Container[Request]
+        self, scheduler: PreemptingScheduler, waiting: Container[Request], rooms: Mapping[bool, Room]
     ) -> Iterator[tuple[LiveRequest, Claim, int]]:
         """Yield the requests that vLLM takes in as soon as places and KV blocks are free, each with its claim and the
-        KV blocks that it needs; refuse those whose prompts are too long."""
+        KV blocks that it needs; refuse those whose prompts are too long. No request follows in a room, by shadow, in
+        which too many lack something."""
         if scheduler_api.is_paused(scheduler):
             return
         fits: bool | None = None
         for live, claim in list(self._preempts.claims.items()):
+            if rooms[claim.shadow].lacking > MOST_LACKING:
+                continue
             if live.ref not in waiting or not request_api.is_ready(live.ref):
                 continue
             if live.ref.lora_request is not None:

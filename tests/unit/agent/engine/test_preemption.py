@@ -383,6 +383,19 @@ def test_shadow_changes_nothing_for_others(places: int, tokens: int, queue: list
     assert engine.obey() == queue
 
 
+@pytest.mark.parametrize("places", [2, 3])
+def test_many_in_shadow_take_no_turn_of_others(places: int) -> None:
+    """Those in shadow find no victims. w preempts b, or takes the free place."""
+    engine = crowded(places=places)
+    for name in map(str, range(30)):
+        engine.add(name, 0, Phase.PROMPT, num_tokens=2_000)
+        engine.decide(name, max_preemptions=0, shadow=True)
+    engine.scheduler.waiting.rotate(-1)
+    engine.decide("w")
+    assert engine.obey()[0] == "w"
+    assert engine.scheduler.looks == MOST_LACKING + 2
+
+
 def test_what_is_computed_again_is_limited_per_second() -> None:
     """The second preemption waits until the tokens that the first one computed again are worth a second."""
     engine = crowded()
