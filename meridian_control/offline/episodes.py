@@ -106,6 +106,8 @@ class Episodes:
 
 @dataclass
 class _Request:
+    # Engine id and incarnation of the process that had the request, because engines may have requests with the same id.
+    process: tuple[str, str]
     request_id: str
     unmeasured: bool
     # The engine's fingerprint of its model, and how the policy probes the request; empty if that is not known.
@@ -216,7 +218,8 @@ class _Collector:
             self.slots[session][opened.slot] = len(self.requests)
             facts = model, opened.tenant, opened.slo_class, opened.effort, dict(hello.labels), hello.model_fingerprint
             probing = self._probing(session, Who(*facts))
-            self.requests.append(_Request(opened.request_id, opened.unmeasured, hello.model_fingerprint, probing))
+            process, fingerprint = (hello.engine_id, hello.incarnation), hello.model_fingerprint
+            self.requests.append(_Request(process, opened.request_id, opened.unmeasured, fingerprint, probing))
 
     def _probing(self, session: str, who: Who) -> str:
         policy = self.given.get(session)
@@ -265,11 +268,11 @@ def _episodes(seen: _Collector) -> Episodes:
     reasons = _reasons(seen, seen.tokens.grouped(everyone))
     kept = [number for number, reason in enumerate(reasons) if not reason]
     # A request that has waited through a snapshot has a later entry, too.
-    newest_of = {request.request_id: number for number, request in enumerate(seen.requests)}
+    newest_of = {(request.process, request.request_id): number for number, request in enumerate(seen.requests)}
     left_out = Counter(
         reason
         for number, (request, reason) in enumerate(zip(seen.requests, reasons, strict=True))
-        if reason and (request.finish is not None or newest_of[request.request_id] == number)
+        if reason and (request.finish is not None or newest_of[request.process, request.request_id] == number)
     )
     numbers = np.full(len(everyone), -1)
     numbers[kept] = np.arange(len(kept))

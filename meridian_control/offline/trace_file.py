@@ -125,9 +125,9 @@ class _Bounded:
 
 
 def _whole_bytes(path: Path) -> int:
-    """Return the size of the complete gzip members at the beginning of a file."""
+    """Return the size of the complete gzip members at the beginning of a file, before anything else, such as zeros."""
     size, whole, member = 0, 0, zlib.decompressobj(GZIP)
-    with path.open("rb") as file:
+    with suppress(OSError, zlib.error), path.open("rb") as file:
         while rest := file.read(CHUNK_BYTES):
             size += len(rest)
             while rest:

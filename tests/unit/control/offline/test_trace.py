@@ -151,6 +151,13 @@ def test_what_can_be_kept_of_a_file_that_is_cut_off(path: Path, monkeypatch: pyt
     assert len(kept) > len(made) / 4
 
 
+def test_a_file_with_zeros_before_its_cut_end(path: Path) -> None:
+    """After a power cut a file may have zeros in place of its newest bytes; gzip skips them behind a member."""
+    whole = traces.write(path, traces.records([traces.made_up(0)])).read_bytes()
+    path.write_bytes(whole + bytes(10) + whole[:2])
+    assert complaint_of(path).endswith(f"; its first {len(whole)} bytes are a complete trace")
+
+
 def test_a_message_of_a_newer_version(path: Path) -> None:
     newer = fleet_pb2.TraceRecord(session_id="s", engine_id="engine")
     traces.write(path, [newer])
@@ -280,6 +287,17 @@ def test_a_request_that_waits_through_a_snapshot_is_one(path: Path, session_id: 
         record.session_id = session_id
     found = collect([traces.write(path, [*made[:3], before, *again, *made[3:]])])
     assert (found.ids, found.left_out) == ([opened.request_id], {})
+
+
+def test_requests_with_one_id_on_two_engines_are_two(path: Path) -> None:
+    """As a client's own request ids may be, of which one engine thinks and the other one answers."""
+    made = traces.records([traces.made_up(0)])
+    other = traces.records([traces.made_up(0)])
+    for record in other:
+        record.session_id = record.engine_id = "other"
+    other[0].up.hello.engine_id = "other"
+    found = collect([traces.write(path, [*made[:-1], *other])])
+    assert (len(found.ids), found.left_out) == (1, {"begun or finished outside the trace": 1})
 
 
 def test_a_request_that_the_agent_found_in_mid_course_is_left_out(path: Path) -> None:
