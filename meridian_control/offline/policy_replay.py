@@ -321,18 +321,18 @@ def _replays(path: Path, policy: Policy) -> tuple[list[SessionReplay], Counter[s
     by_session, by_process = dict[str, SessionReplay](), dict[tuple[str, str], SessionReplay]()
     # `lost` and `begun` of SessionReplay by process, because engines may have requests with the same id.
     lost, begun = defaultdict[tuple[str, str], set[str]](set), defaultdict[tuple[str, str], set[str]](set)
-    # Sessions without a record since another process of the same engine has begun one.
-    silent = set[SessionReplay]()
+    # By engine, the sessions with a record since a process of the engine has begun the newest one.
+    heard = defaultdict[str, set[SessionReplay]](set)
     try:
         for number, record in enumerate(read(path)):  # noqa: B007
             if record.up.HasField("hello"):
                 process = record.engine_id, record.up.hello.incarnation
-                silent |= {each for each in replays if each.hello.engine_id == record.engine_id}
                 if (broken := by_process.get(process)) is not None:
                     broken.play(None)
                     broken.lose_live()
                 replay = SessionReplay(record, policy, lost[process], begun[process])
                 by_session[record.session_id] = by_process[process] = replay
+                heard[record.engine_id] = {replay}
                 replays.append(replay)
             elif (known := by_session.get(record.session_id)) is None:
                 raise BadReport("its session has no Hello before it")
@@ -340,11 +340,12 @@ def _replays(path: Path, policy: Policy) -> tuple[list[SessionReplay], Counter[s
                 known.responses.append(record.down)
             else:
                 known.play(record)
-                silent.discard(known)
+                heard[known.hello.engine_id].add(known)
         for replay in replays:
             replay.play(None)
-        for replay in silent:
-            replay.lose_live()
+        for replay in replays:
+            if replay not in heard[replay.hello.engine_id]:
+                replay.lose_live()
     except (MeridianError, IndexError) as error:
         raise FileError(path, "", f"record {number}: {error}") from error
     under_way = sum(len(replay.live) for replay in replays)
