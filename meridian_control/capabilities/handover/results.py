@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 # Results of a request that was to be handed over. HANDED_OVER: the answering engine read the KV blocks. RECOMPUTED: the
-# answering engine computed them again. FINISHED: an engine of the thinking pool gave the answer. CLIENT_GONE: nobody
-# continued the request.
+# answering engine computed them again. FINISHED: an engine of the thinking pool gave the answer. CLIENT_GONE: no engine
+# reported that it continued the request.
 HANDED_OVER, RECOMPUTED = "handed_over", "recomputed"
 FINISHED, CLIENT_GONE = "finished_on_thinking_engine", "client_gone"
 RESULTS = (HANDED_OVER, RECOMPUTED, FINISHED, CLIENT_GONE)
@@ -209,7 +209,7 @@ class Handovers:
         for request in list(self._requests.values()):
             if request.until is not None and now >= request.until:
                 if not request.result:
-                    self._settle(request, CLIENT_GONE, "no engine continued the request")
+                    self._settle(request, CLIENT_GONE, "no engine reported that it continued the request")
                 self._drop(request)
         for place, continued in list(self._continued.items()):
             if now - continued.time > KEEP and continued.message.state != LIVE:
