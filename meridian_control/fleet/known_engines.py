@@ -51,11 +51,14 @@ class KnownEngines:
         if (now - datetime.fromisoformat(saved["seen_at"])).total_seconds() > FORGET_AFTER_S:
             return
         # Lost engines are kept in the order in which they were lost, and those that were connected are lost now.
-        lost = [(min(now, datetime.fromisoformat(row[3] or now.isoformat())), row) for row in saved["engines"]]
-        for time, (engine_id, incarnation, model, ended, *revisions) in sorted(lost):
+        engines: list[Any] = saved["engines"]
+        revisions: list[Any] = saved.get("revisions") or [(0, 0)] * len(engines)
+        lost = [(min(now, datetime.fromisoformat(row[3] or now.isoformat())), row) for row in engines]
+        for (time, row), (wanted, acked) in sorted(zip(lost, revisions, strict=True)):
+            engine_id, incarnation, model, ended = row
             view = fleet_pb2.Engine(engine_id=engine_id, incarnation=incarnation, model=model, lost=True)
-            # The revisions say whether the engine is in the group of a rollout. Older rows have none.
-            view.revision, view.acked_revision = revisions or (0, 0)
+            # The revisions say whether the engine is in the group of a rollout.
+            view.revision, view.acked_revision = wanted, acked
             view.state = fleet_pb2.CONNECTION_STATE_DISCONNECTED
             view.report_time.FromDatetime(datetime.fromisoformat(ended or saved["seen_at"]))
             self._fleet.departed.add_engine(view, 0.0, time)
@@ -78,7 +81,9 @@ class KnownEngines:
         fresh = self._stored_at is not None and (now - self._stored_at).total_seconds() < RENEW_S
         if rows == self._stored and fresh:
             return
-        saved: dict[str, Any] = {"seen_at": now.isoformat(), "engines": rows}
+        # Earlier builds read the first four places of a row, and store no revisions.
+        engines, revisions = [row[:4] for row in rows], [row[4:] for row in rows]
+        saved: dict[str, Any] = {"seen_at": now.isoformat(), "engines": engines, "revisions": revisions}
         stored = insert(known_engines).values(number=1, engines=json.dumps(saved))
         stored = stored.on_conflict_do_update(index_elements=["number"], set_={"engines": stored.excluded.engines})
         async with self._database.writing(tell=False) as connection:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from sqlalchemy import select
 
 from meridian_control.common.engine_words import condition
 from meridian_control.fleet.departed import FORGET_AFTER_S
+from meridian_control.storage.tables import known_engines
 from tests.contract.ctl import FAILED, OK, ctl
 from tests.contract.raw_engine import RawEngine
 from tests.fakes.fleets import engines_of
@@ -45,6 +48,27 @@ async def test_engines_that_are_lost_while_it_is_away_are_named(control: Control
         await control.kill()
     await control.start()
     assert lost(control) == ["dies", "stays"]
+
+
+async def test_an_earlier_build_reads_what_is_kept(control: Control) -> None:
+    """People may go back to it on the same file. Its rows have four places, and come without revisions."""
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        _engine = await RawEngine(channel, "e").connect()
+        await until(lambda: control.engine("e").acked_revision == control.fleet.revision)
+        await control.parts.known.store()
+        async with control.parts.known._database.reading() as connection:
+            saved = json.loads(str(await connection.scalar(select(known_engines.c.engines))))
+        assert [(engine_id, ended) for engine_id, _, _, ended in saved["engines"]] == [("e", "")]
+        revision = control.fleet.revision
+        await control.kill()
+    await control.start()
+    assert [engine.acked_revision for engine in engines_of(control.fleet)] == [revision]
+    earlier = {name: saved[name] for name in ("seen_at", "engines")}
+    async with control.parts.known._database.writing(tell=False) as connection:
+        await connection.execute(known_engines.update().values(engines=json.dumps(earlier)))
+    await control.kill()
+    await control.start()
+    assert [engine.acked_revision for engine in engines_of(control.fleet)] == [0]
 
 
 @pytest.mark.parametrize(
