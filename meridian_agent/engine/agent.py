@@ -585,8 +585,8 @@ class Agent:
         self._adoption.extend(self.accounts.take(runner_output, outputs, signals, scheduler.finished_req_ids))
         if stops.waiting:
             stops.resume(scheduler)
-        # Requests of a pooling model are never live.
-        computes_text = not self.lease.idle and bool(runner_output.req_ids)
+        # A pooling model samples nothing. A step whose requests have ended meanwhile was computed all the same.
+        computes_text = bool(runner_output.sampled_token_ids)
         if not (is_live := bool(self.tracker.by_id or self._adoption)):
             self._fall_idle(scheduler)
         record = self.accounts.complete(scheduler, signals)
