@@ -278,6 +278,21 @@ def test_without_the_agent_in_the_front_end_no_client_names_its_tenant(
     assert ("front end (VLLM_USE_RUST_FRONTEND is set): chats count as completions" in caplog.text) == by_rust
 
 
+def test_steps_whose_requests_have_ended_are_reported(
+    made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ControlStream, "start", lambda _: None)
+    engine = made(Shape(places=2, blocks=200, is_async=True))
+    engine.agent.lease.found()
+    answer(engine, "answer")
+    step(engine, 3)
+    newest = engine.agent.tracker.newest
+    engine.step(lambda: engine.abort("answer"), lambda: None)
+    step(engine, 1)
+    # The end, and the two steps that had begun before.
+    assert engine.agent.tracker.newest == newest + 3
+
+
 def test_steps_of_a_pooling_model_are_reported_now_and_then(
     made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
