@@ -228,8 +228,8 @@ class SelfCalibration(FleetPart):
         if not (is_on or has_rule) and (learner is None or learner.rule is None):
             return
         before, learner = learner, learner or Learner.new(traffic, now)
-        obstacle = rules.obstacle(own, who)
-        probing = rules.probing(current.policy, own, who, rules.conflicts(own, who))
+        conflicts = rules.conflicts(own, who)
+        obstacle, probing = rules.obstacle(own, conflicts), rules.probing(current.policy, own, who, conflicts)
         if not is_on:
             learner = await self._withdraw(learner, newest, current, "entropy.self_calibration is false")
         elif learner.state is State.ROLLING_OUT:

@@ -67,15 +67,15 @@ def probing(policy: Policy, own: Policy, who: Who, conflicts: Sequence[str] = ()
     return json.dumps([*placed, own.scheduler.min_think_tokens, prefix, *conflicts])
 
 
-def obstacle(own: Policy, who: Who) -> str:
+def obstacle(own: Policy, conflicts: Sequence[str]) -> str:
     """Return why no rule can be found or stay in force under a policy; empty if one can. own: the policy that holds for
-    the traffic without a rule that was found by itself."""
+    the traffic without a rule that was found by itself. conflicts: those of the traffic."""
     if not own.entropy.holdout_share:
         return "entropy.holdout_share is 0, so no request is recorded"
     if own.entropy.rank_conditions:
         return "entropy.rank_conditions would come into force with the rule, and cannot be switched off for one traffic"
-    if found := conflicts(own, who):
-        return f"{found[0]}, so that the rule would not hold as it is proved"
+    if conflicts:
+        return f"{conflicts[0]}, so that the rule would not hold as it is proved"
     if len(own.override) >= MAX_OVERRIDES:
         return f"the policy has {MAX_OVERRIDES} overrides, and no room for that of a rule"
     return ""

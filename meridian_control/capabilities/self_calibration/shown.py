@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.capabilities.self_calibration.rule import obstacle
+from meridian_control.capabilities.self_calibration.rule import conflicts, obstacle
 from meridian_control.common.look import percent
 from meridian_control.common.plain_data import plain
 from meridian_control.policy.effects import self_calibrates
@@ -27,7 +27,7 @@ def message(learner: Learner, own: Policy, recorded: int, seen: Counter[LeftOut 
     recorded: requests that count for the next attempt, or since the rule is in force. seen: requests of this replica
     that were recorded, and left out for each reason."""
     who, on = Who.of_traffic(learner.traffic), self_calibrates(own)
-    now = learner.hopeless(own.entropy.max_loss) or obstacle(own, who) if on else ""
+    now = learner.hopeless(own.entropy.max_loss) or obstacle(own, conflicts(own, who)) if on else ""
     why = [now or learner.failure or learner.why, _left_out_text(seen) if on else ""]
     shown = fleet_pb2.SelfCalibration(
         model=who.model,

@@ -60,7 +60,7 @@ class EpisodeStore:
         """Return the newest episodes with higher numbers than `after` as JSON, oldest first, as many as have so many
         bytes, but never fewer than `least`; and the number of the newest one, `after` if there is none."""
         number, meant = _episodes.c.number, ((_episodes.c.traffic == traffic) & (_episodes.c.number > after))
-        # Of each episode and the newer ones. The episodes are ASCII, so a character is a byte.
+        # Both are summed over each episode and the newer ones. The episodes are ASCII, so a character is a byte.
         size = func.sum(func.length(_episodes.c.episode)).over(order_by=number.desc()).label("size")
         count = func.count().over(order_by=number.desc()).label("count")
         sized = select(number, size, count).where(meant).subquery()

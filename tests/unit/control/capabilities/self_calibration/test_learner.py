@@ -177,8 +177,8 @@ def test_overrides_of_people_come_later() -> None:
 def test_overrides_that_would_change_a_rule_keep_it_from_being_found(override: dict[str, Any], said: str) -> None:
     """Some requests would have a rule that nobody has proved, or probes at other places than the rest of the sample."""
     base = policy(override=[override])
-    assert said in rules.obstacle(base, WHO)
-    assert bool(said) == bool(rules.obstacle(base, WHO))
+    assert said in rules.obstacle(base, rules.conflicts(base, WHO))
+    assert bool(said) == bool(rules.obstacle(base, rules.conflicts(base, WHO)))
     probing = rules.probing(base, base, WHO, rules.conflicts(base, WHO))
     assert bool(said) == (probing != rules.probing(policy(), policy(), WHO))
 
