@@ -248,8 +248,8 @@ class Lifecycle:
         """Keep settings that have come into force; if their markers change what a Hello says, begin a new stream.
         Called on the engine's thread and on the link's."""
         self._state.keep(settings)
-        if self._marker_facts != self._in_hello:
-            self._in_hello = self._marker_facts
+        if (facts := self._marker_facts) != self._in_hello:
+            self._in_hello = facts
             self._log_markers()
             self.link.restart("other thinking markers are in force")
 
