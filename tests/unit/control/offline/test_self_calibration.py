@@ -140,20 +140,23 @@ def test_of_several_episodes_of_a_request_the_newest_counts() -> None:
         assert (work(task)["requests"], work(task)["harmful"]) == (1, harmful)
 
 
+def calibrated_by(code: str, requests: int, max_loss: float) -> subprocess.CompletedProcess[str]:
+    """Calibrate so many requests in a process that runs this code."""
+    episodes = [each.to_json() for each in EASY.episodes(random.Random(1), requests)]
+    task = {"base": BASE.model_dump_json(), "max_loss": max_loss, "attempt": 1}
+    lines = "\n".join([json.dumps(task), *episodes])
+    return subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True, check=False)
+
+
 def test_a_calibration_that_needs_too_much_memory_fails_by_itself() -> None:
     code = "from meridian_control.offline import self_calibration as it; it.MOST_BYTES = 30_000_000; it.run()"
-    episodes = [each.to_json() for each in EASY.episodes(random.Random(1), 1000)]
-    task = {"base": BASE.model_dump_json(), "max_loss": 0.02, "attempt": 1}
-    lines = "\n".join([json.dumps(task), *episodes])
-    done = subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True, check=False)
+    done = calibrated_by(code, 1000, 0.02)
     assert (done.returncode, done.stdout) == (1, "")
     assert "MemoryError" in done.stderr.splitlines()[-1]
 
 
 def test_a_control_plane_needs_no_scipy_for_it() -> None:
     code = "import sys; sys.modules['scipy'] = None; from meridian_control.offline.self_calibration import run; run()"
-    episodes = [each.to_json() for each in EASY.episodes(random.Random(1), 60)]
-    task = {"base": BASE.model_dump_json(), "max_loss": 0.3, "attempt": 1}
-    lines = "\n".join([json.dumps(task), *episodes])
-    done = subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True, check=True)
+    done = calibrated_by(code, 60, 0.3)
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rule"]["saved"] > 0
