@@ -9,6 +9,8 @@ which settings are acknowledged and decisions have outcomes. Lines on the engine
 from __future__ import annotations
 
 import asyncio
+import dis
+import linecache
 import logging
 import sys
 import threading
@@ -71,13 +73,26 @@ class Fault:
         return None if file in ONLY_ENGINES or code.co_name in LEFT_OUT.get(file, ()) else self._line
 
     def _line(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if event == "line":
+        if event == "line" and _can_raise(frame):
             line = frame.f_code.co_filename[len(HERE) + 1 :], frame.f_lineno
             self.reached[line] += 1
             if line == self.line and self.reached[line] == self.nth:
                 self.raised = True
                 raise RuntimeError("injected")
         return self._line
+
+
+def _can_raise(frame: FrameType) -> bool:
+    """Return whether a thread's next instruction can raise: a `try:` does nothing, and the release of a lock cannot
+    fail.
+
+    An exception there would leave a lock locked, as the compiler lets no `with` block handle it.
+    """
+    code, at = frame.f_code, frame.f_lasti
+    if code.co_code[at] == dis.opmap["NOP"]:
+        return False
+    takes_lock = "with self._lock:" in linecache.getline(code.co_filename, frame.f_lineno)
+    return not takes_lock or at == min(start for start, _, line in code.co_lines() if line == frame.f_lineno)
 
 
 class Talkative(agent_pb2_grpc.AgentServiceServicer):
