@@ -42,7 +42,8 @@ class ThreadSeconds:
                     self._spent[file] = int(os.pread(file, 64, 0).split()[0])
                 except (OSError, ValueError, IndexError):
                     # The thread has ended, or the kernel does not count.
-                    os.close(file)
                     del self._spent[file]
                     self._of_ended += spent
+                    # Nobody closes the number of a closed file again, which may be another file's by then.
+                    os.close(file)
             return (self._of_ended + sum(self._spent.values())) / 1e9
