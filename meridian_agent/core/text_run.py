@@ -22,7 +22,7 @@ from meridian_agent.core.request_info import NEVER
 from meridian_agent.core.sentences import CERTAIN, ENDED, NO_SENTENCES, NO_STATES, States, StepStates, newest_end
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from numpy.typing import NDArray
@@ -281,9 +281,18 @@ class TextRun:
             return None
         if self._stale:
             self._renew_columns()
+        self.count_text(tokens)
+        return tokens
+
+    def count_text(self, tokens: Sequence[int]) -> None:
+        """Count a step with the rows of the newest step, all of them members, that brought each of them one token of
+        text. tokens: by row."""
         self._count_one_each(tokens)
         self.text_states = self._states
-        return tokens
+
+    def steps_to_cap(self) -> int:
+        """Return the number of coming steps with one token in each row in which no member comes near a cap."""
+        return self._steps_until_cap - self.steps
 
     def _count_one_each(self, tokens: Sequence[int]) -> None:
         self.steps += 1
@@ -409,6 +418,12 @@ class TextRun:
         """Return the rows with a known end of a sentence in those of the newest steps that brought several tokens."""
         return {row for several in self._recent if several is not None for row in self._flagged(several)}
 
+    def may_end(self, rows: Iterable[int], newest: Sequence[int], before: Sequence[int] | None = None) -> list[int]:
+        """Return those of the rows whose newest token may be, or follow, the end of a sentence. newest, before: the
+        newest token of each row and the one before it; None for the newest counted step's."""
+        may_end, before = self.sentences.may_have_ended, self._newest if before is None else before
+        return [row for row in rows if before is None or may_end(before[row], newest[row])]
+
     def at_ends(self, awaited: Mapping[int, Awaited]) -> dict[LiveRequest, int]:
         """Return the members that have reached, in the newest counted step, the end of a sentence or a paragraph that
         is awaited in their row, each with the number of tokens after that end."""
@@ -416,8 +431,7 @@ class TextRun:
         newest, before = self._newest, self._before
         if newest is not None and before is not None:
             # Most steps bring none of these rows an end, and then nobody need read the states of all rows.
-            may_end = self.sentences.may_have_ended
-            awaited = {row: wanted for row, wanted in awaited.items() if may_end(before[row], newest[row])}
+            awaited = {row: awaited[row] for row in self.may_end(awaited, newest, before)}
             if not awaited:
                 return reached
         several = self._recent[-1] if self._recent else None

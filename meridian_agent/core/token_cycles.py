@@ -175,6 +175,15 @@ class LoopWatch:
         self._turn = (self._turn + 1) % len(self._turns)
         return bool(self._turns[self._turn])
 
+    def turns_of_none(self, most: int) -> int:
+        """Return the number of coming steps, up to `most`, in which no request has its turn."""
+        turns, turn = self._turns, self._turn
+        for steps in range(most):
+            turn = (turn + 1) % len(turns)
+            if turns[turn]:
+                return steps
+        return most
+
     def looks(self, by_slot: Mapping[int, LiveRequest]) -> tuple[list[Look], bool]:
         """Return the looks at the requests whose turn it is, and whether one of these requests repeated itself at the
         look before, so that an end of its thinking may follow from this one."""

@@ -7,11 +7,12 @@ does I/O.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from meridian.v1 import agent_pb2
 
@@ -38,7 +39,7 @@ from meridian_agent.vllm_adapter import front_end_aborts, request_api, scheduler
 from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from meridian_agent.engine.capabilities import EngineFacts
     from meridian_agent.link.control_stream import ControlStream
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
+T = TypeVar("T")
+
 # Number of newest thinking tokens that are read to find where in a sentence a request is. Any word in them makes the
 # tokens before it irrelevant.
 SENTENCE_TOKENS = 512
@@ -62,6 +65,21 @@ RESYNC_S = 1.0
 # Steps of a pipeline without a measurement after which the sender hears that nothing is measured: more than it has
 # stages.
 UNASKED_STEPS = 16
+
+
+def event(cause: agent_pb2.FaultCause.ValueType) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return `hook`'s decorator for a method of Agent that reads or changes a request's state outside of the four hooks
+    of each step. Before the method runs, the postponed steps are processed."""
+
+    def marked(method: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(method)
+        def after_postponed(agent: Agent, *args: Any) -> T:
+            agent.accounts.take_postponed()
+            return method(agent, *args)
+
+        return hook(cause)(after_postponed)
+
+    return marked
 
 
 class Agent:
@@ -208,12 +226,12 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------ request events
 
-    @hook(agent_pb2.FAULT_CAUSE_OPENED)
+    @event(agent_pb2.FAULT_CAUSE_OPENED)
     def admit(self, request: Request) -> None:
         """Look at a request before vLLM accepts it."""
         self.hand_over.admit(request, self.block_size)
 
-    @hook(agent_pb2.FAULT_CAUSE_OPENED)
+    @event(agent_pb2.FAULT_CAUSE_OPENED)
     def opened(self, scheduler: Scheduler, added: Request) -> None:
         """Track a request that was added to the engine, if it generates text."""
         self.calm.end()
@@ -296,12 +314,12 @@ class Agent:
             return 0
         return self.tracker.sentences.state_of(request.output_token_ids[-min(state.text_run, SENTENCE_TOKENS) :])
 
-    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    @event(agent_pb2.FAULT_CAUSE_FINISHED)
     def stop_sleeps(self, request_id: str) -> bool:
         """Return whether the newest token of a request, one of its stop tokens, does not end the request."""
         return self._lets_stops_sleep and self.answer_only.token_sleeps(request_id)
 
-    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    @event(agent_pb2.FAULT_CAUSE_FINISHED)
     def stopped(self, scheduler: Scheduler, request: Request) -> bool:
         """Return whether a request that vLLM has just stopped is to go on, because it has stopped while it thinks."""
         if self.frozen or not self.stops.goes_on(scheduler, request):
@@ -309,18 +327,18 @@ class Agent:
         self.calm.end()
         return True
 
-    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    @event(agent_pb2.FAULT_CAUSE_FINISHED)
     def unfinished(self, scheduler: Scheduler) -> int:
         """Return how many requests are to go on after a stop that are in none of vLLM's queues."""
         return self.stops.unfinished(scheduler)
 
-    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    @event(agent_pb2.FAULT_CAUSE_FINISHED)
     def finishing(self, scheduler: Scheduler, request_ids: Any) -> None:
         """Look at requests before vLLM ends them from outside. request_ids: what vLLM was asked to end."""
         if self.stops.waiting:
             self.stops.finishing(scheduler, request_ids)
 
-    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    @event(agent_pb2.FAULT_CAUSE_FINISHED)
     def finished(self, requests: list[Any], request_ids: Any) -> None:
         """Forget requests that were ended from outside, such as after a client's disconnect. request_ids: what vLLM was
         asked to end."""
@@ -332,7 +350,7 @@ class Agent:
                 self.accounts.close(live, causes.get(request_id, "abort"))
             self.probing.ended(request_id)
 
-    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
+    @event(agent_pb2.FAULT_CAUSE_FINISHED)
     def ended_between_steps(self, scheduler: Scheduler) -> None:
         """Publish the end of the last live request at once: in a program that calls vLLM's engine in its own process,
         no step follows until the next request comes."""
@@ -347,7 +365,7 @@ class Agent:
         self.mailbox.fall_idle(partial(self._take_all, scheduler))
         self.directives.active_plan()
 
-    @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
+    @event(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
     def rest(self, scheduler: Scheduler) -> None:
         """Publish what no step has published, because the engine makes none although requests are live: vLLM is paused,
         or a program does not call its engine. Called on the link's thread, while no step can begin.
@@ -376,19 +394,19 @@ class Agent:
         self.accounts.complete_between_steps(scheduler)
         self.accounts.send()
 
-    @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
+    @event(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def resetting(self, scheduler: Scheduler) -> None:
         """Let requests that have stopped and are to go on give their KV blocks back, because vLLM is about to reset its
         prefix cache, which fails while a request that is in no queue has blocks."""
         if self.stops.waiting:
             self.stops.resume(scheduler, at_once=True)
 
-    @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
+    @event(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def preempting(self, request: Request) -> None:
         """Give a request its own priority back, because it is about to be preempted."""
         self.queues.preempting(request)
 
-    @hook(agent_pb2.FAULT_CAUSE_PREEMPTED)
+    @event(agent_pb2.FAULT_CAUSE_PREEMPTED)
     def preempted(self, scheduler: Scheduler, request: Request, inside: bool) -> None:
         """Note a preemption. inside: whether a step preempts, for want of room; between steps vLLM preempts all
         requests to reset its prefix cache, which loses the blocks in any case."""
@@ -410,7 +428,7 @@ class Agent:
             if not self.frozen:
                 reuse_answers_last(scheduler, self.tracker.preempted)
 
-    @hook(agent_pb2.FAULT_CAUSE_FREEING)
+    @event(agent_pb2.FAULT_CAUSE_FREEING)
     def freeing(self, scheduler: Scheduler, request: Request) -> None:
         """Unhash or note the KV blocks of a request before they go back to the pool."""
         if request.request_id in self.probing.placed:
@@ -428,12 +446,15 @@ class Agent:
         """Take in decisions, order the queues and place probes; return the scheduler's limits to lower in this step."""
         calm = self.calm
         self.accounts.began_s = began_s = self.lease.clock()
-        if self.lease.attention and calm.only_decisions_wait(began_s):
-            self._take_inbox()
-            calm.find_due(scheduler)
+        if self.lease.attention:
+            self.accounts.take_postponed()
+            if calm.only_decisions_wait(began_s):
+                self._take_inbox()
+                calm.find_due(scheduler)
         if calm.hold(began_s) and calm.go_on(scheduler):
             calm.calm_steps += 1
             return calm.limits
+        self.accounts.take_postponed()
         self._asks_same = False
         if calm.begin_full_look(began_s) or self.frozen:
             self.take_arrived(scheduler)
@@ -510,6 +531,7 @@ class Agent:
             else:
                 self.accounts.prefills.append(output.total_num_scheduled_tokens - requests)
             return
+        self.accounts.take_postponed()
         self._asked = None
         if self.observe_entropy and tracker.by_id and tracker.markers.known and not self.frozen:
             end, probes = tracker.markers.ends[0][0], self.probing.placed
@@ -549,14 +571,18 @@ class Agent:
 
         output: the SchedulerOutput of the step. base: vLLM's own masks, or None.
         """
+        if self.accounts.postponed and not self.lease.attention:
+            # The step is calm, and its predecessor had no record.
+            return base
         self._outbox.ring.wake()
         drafted = output.scheduled_spec_decode_tokens
+        if not self.lease.attention and self.calm.number == self.tracker.run.number and not drafted:
+            return base
+        self.accounts.take_postponed()
         if self.lease.attention:
             self._take_inbox()
             # The step's token may be the end of thinking, with which vLLM stops the requests that are armed.
             self.hand_over.obey()
-        elif self.calm.number == self.tracker.run.number and not drafted:
-            return base
         if self.frozen or not (self.tracker.due or drafted):
             return base
         if not (self.accounts.settled or output.pending_structured_output_tokens):
@@ -569,6 +595,10 @@ class Agent:
     ) -> None:
         """Process the step's tokens, report outcomes and queue the step's record."""
         self.worker_seconds = getattr(runner_output, SPENT, self.worker_seconds)
+        accounts = self.accounts
+        if accounts.postpone(scheduler, runner_output, outputs):
+            return
+        accounts.take_postponed()
         if self.probing.computed and self.probing.collect_rows(runner_output):
             self.calm.end()
         stops = self.stops
@@ -576,23 +606,25 @@ class Agent:
             stops.take_out(scheduler, outputs.values())
         if self.answer_only.with_strings and self._lets_stops_sleep:
             self.answer_only.note_strings(outputs.values())
-        if not stops.waiting and self.accounts.take_text(scheduler, runner_output, outputs):
+        if not stops.waiting and accounts.take_text(scheduler, runner_output, outputs):
+            if not self.answer_only.with_strings:
+                accounts.make_room()
             return
         signals = self.measuring.hear(runner_output)
         if (rows_possible := self.measuring.probe_rows and not self.facts.no_probe_rows) != self.probing.rows_possible:
             self.probing.rows_possible = rows_possible
             self.calm.end()
-        self._adoption.extend(self.accounts.take(runner_output, outputs, signals, scheduler.finished_req_ids))
+        self._adoption.extend(accounts.take(runner_output, outputs, signals, scheduler.finished_req_ids))
         if stops.waiting:
             stops.resume(scheduler)
         # A pooling model samples nothing. A step whose requests have ended meanwhile was computed all the same.
         computes_text = bool(runner_output.sampled_token_ids)
         if not (is_live := bool(self.tracker.by_id or self._adoption)):
             self._fall_idle(scheduler)
-        record = self.accounts.complete(scheduler, signals)
+        record = accounts.complete(scheduler, signals)
         if not computes_text and self.link.outbox.says_nothing_new(record, is_live):
             return
-        self.accounts.send()
+        accounts.send()
         if not is_live:
             self.link.outbox.ring.wake()
 

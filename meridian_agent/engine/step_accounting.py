@@ -2,15 +2,15 @@
 out, and completes the step's record. Before that, when vLLM has scheduled the step, notes whose first step it is.
 
 Most steps bring nearly all requests text and nothing else, one token each or with drafts several, and are counted as a
-whole for these requests. If a step brings all of them nothing else, the link's thread makes its record. Runs on the
-engine-core thread.
+whole for these requests. If a step brings all of them nothing else, the link's thread makes its record, and the step
+may wait to be processed together with the steps that follow. Runs on the engine-core thread.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from meridian.v1 import agent_pb2
 
@@ -18,6 +18,7 @@ from meridian_agent.core.guard import hook
 from meridian_agent.core.step_record import Gauges, Outcome, StepRecord
 from meridian_agent.core.step_signals import BACKEND, RESULT, StepSignals
 from meridian_agent.vllm_adapter import front_end_aborts, request_api
+from meridian_agent.vllm_adapter.phase_numbers import FIELD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +50,11 @@ logger = logging.getLogger("vllm.meridian")
 MAX_STEP_S = 1.0
 # More steps than vLLM ever has under way: one more than the pipeline has stages.
 MAX_STEPS = 64
+# Largest number of steps of text that are processed together, and of seconds that the first of them waits.
+POSTPONED_STEPS, POSTPONED_S = 16, 0.05
+# A step of text that the run has not counted: the engine's number of the step, the time of its end on the lease's
+# clock, its milliseconds, its prompt tokens, the agent's state, the token of each row, and the signals of the rows.
+PostponedStep: TypeAlias = tuple[int, float, float, int, int, list[int], "SignalBytes | None"]
 
 # The meridian.v1.FinishReason for each finish reason of vLLM, and for a client that has gone.
 FINISH_REASON = {
@@ -80,7 +86,7 @@ class StepAccounting:
     ) -> None:
         self._tracker, self._directives, self._probing, self._hand_over = tracker, directives, probing, hand_over
         self._phase_numbers, self._calm, self._outbox, self._is_async = phase_numbers, calm, outbox, is_async
-        self._lease = lease
+        self._lease, self._run = lease, tracker.run
         outbox.unreported.live = tracker.by_id
         # The agent's state, a meridian.v1.AgentState; and the times, on the link's clock, at which the newest step's
         # schedule began and at which outputs were processed last.
@@ -90,6 +96,12 @@ class StepAccounting:
         self._answered_input: list[Request] = []
         # Prompt tokens of scheduled steps without output so far, oldest first.
         self.prefills: deque[int] = deque(maxlen=MAX_STEPS)
+        # Steps of text that are not processed yet, oldest first; how many more may be postponed; and the times on the
+        # lease's clock from which none may be, without and with statistics that get the phases' numbers.
+        self.postponed = list[PostponedStep]()
+        self._room, self._until_s, self._numbers_s = 0, 0.0, 0.0
+        # The ids of the rows of steps that may be postponed, and the tokens that no such step brings.
+        self._request_ids, self._markers = list[str](), tracker.markers.by_last.keys()
         # Whether the log has already told of an answer with an end marker.
         self._told_of_stray_end = self._told_of_refused_end = False
 
@@ -134,8 +146,7 @@ class StepAccounting:
         if isinstance(signals, str) or getattr(runner_output, BACKEND, None) is not None:
             return False
         tracker = self._tracker
-        run = tracker.run
-        tokens = run.count_all(request_ids, runner_output.sampled_token_ids, tracker.markers.by_last.keys())
+        tokens = self._run.count_all(request_ids, runner_output.sampled_token_ids, tracker.markers.by_last.keys())
         if tokens is None:
             return False
         if tracker.loops.enabled:
@@ -143,18 +154,91 @@ class StepAccounting:
         now_s = self._lease.clock()
         self._phase_numbers.add_to(stats, now_s)
         self._calm.find_due(scheduler)
+        facts = self._step_time_ms(now_s), self._prefill_tokens(), self.state
+        self._queue_text((scheduler.current_step, now_s, *facts, tokens, signals))
+        return True
+
+    def make_room(self) -> None:
+        """Let the coming steps be postponed for as long as nobody would learn anything from them earlier: no report is
+        due, no probe is under way, no cap is near, and no request has its turn to be searched for loops. Called after
+        `take_text`."""
+        tracker, run = self._tracker, self._run
+        if run.tokens_per_step > 1 or self._calm.due or self._probing.computed:
+            return
+        if tracker.begun is not None or tracker.before_answer:
+            return
+        room = min(POSTPONED_STEPS, self._outbox.ring.lacks() - 1, run.steps_to_cap())
+        if tracker.loops.enabled and room > 0:
+            room = tracker.loops.turns_of_none(room)
+        self._room, self._until_s = room, self._updated_s + POSTPONED_S
+        self._numbers_s = min(self._until_s, self._phase_numbers.due_s())
+        self._request_ids, self._markers = run.request_ids, tracker.markers.by_last.keys()
+
+    def postpone(
+        self, scheduler: Scheduler, runner_output: ModelRunnerOutput, outputs: dict[int, EngineCoreOutputs]
+    ) -> bool:
+        """Note a step as in `take_text`, and process it later, together with other steps. Return False, and nothing has
+        happened, for any other step, and if the step cannot wait.
+
+        What a step touches is no longer in the processor's caches after the step before, which costs more than the
+        work itself. So nearly all is done here, without calls and with few objects.
+        """
+        if self._room <= 0 or scheduler.finished_req_ids:
+            return False
+        request_ids, sampled, answered, stats = runner_output.req_ids, runner_output.sampled_token_ids, 0, None
+        for group in outputs.values():
+            answered += len(group.outputs)
+            stats = group.scheduler_stats or stats
+        known = self._request_ids
+        is_run = answered == len(known) == len(request_ids) == len(sampled) and (
+            request_ids == known if request_ids[0] is known[0] else self._run.has_rows(request_ids)
+        )
+        if not is_run:
+            return False
+        signals, now_s = getattr(runner_output, RESULT, None), self._lease.clock()
+        until_s = self._until_s if stats is None else self._numbers_s
+        if now_s >= until_s or signals.__class__ is str or getattr(runner_output, BACKEND, None) is not None:
+            return False
+        try:
+            tokens = [token for (token,) in sampled]
+        except ValueError:
+            return False
+        awaited, newest = self._calm.awaited, self.postponed[-1][5] if self.postponed else None
+        if not self._markers.isdisjoint(tokens) or (awaited and self._run.may_end(awaited, tokens, newest)):
+            return False
+        if stats is not None:
+            setattr(stats, FIELD, [])
+        self._room -= 1
+        facts = self._step_time_ms(now_s), self.prefills.popleft() if self.prefills else 0, self.state
+        self.postponed.append((scheduler.current_step, now_s, *facts, tokens, signals))
+        return True
+
+    def take_postponed(self) -> None:
+        """Process the postponed steps; the next step is not postponed."""
+        self._room = 0
+        if not self.postponed:
+            return
+        postponed, self.postponed = self.postponed, []
+        for step in postponed:
+            self._run.count_text(step[-2])
+            if self._tracker.loops.enabled:
+                self._tracker.look_for_loops()
+            self._queue_text(step)
+
+    def _queue_text(self, facts: PostponedStep) -> None:
+        """Queue the record of a step of text, which the run has counted."""
+        tracker, run = self._tracker, self._run
+        number, now_s, step_time_ms, prefill_tokens, state, tokens, signals = facts
         lengths = run.lengths_for(signals) if run.tokens_per_step > 1 else ()
+        counted = now_s, step_time_ms, prefill_tokens, state
         columns = run.slots, run.phases, run.rows, tokens, run.sentences, run.text_states, signals, lengths
-        counted = self._prefill_tokens(), self.state
         if tracker.begun is None:
-            number = tracker.number(scheduler.current_step)
-            step: TextStep = (number, now_s, self._step_time_ms(now_s), *counted, *columns)
+            step: TextStep = (tracker.number(number), *counted, *columns)
             if not self._outbox.send_text(step):
                 self._outbox.send(StepRecord(*step), tracker.snapshot)
-            return True
-        tracker.begun.tell((scheduler.current_step, now_s, self._step_time_ms(now_s), *counted, *columns))
+            return
+        tracker.begun.tell((number, *counted, *columns))
         self.send()
-        return True
 
     def _prefill_tokens(self) -> int:
         """Return the prompt tokens of the step whose outputs are being processed."""
@@ -164,6 +248,7 @@ class StepAccounting:
     def answered_input(self, request: Request) -> None:
         """Note that a streaming session has answered an input. Each input counts as a request of its own, because it
         has its own thinking and answer, and because nobody waits while the session waits for its next input."""
+        self.take_postponed()
         self._answered_input.append(request)
 
     def complete(self, scheduler: Scheduler, signals: SignalBytes | None) -> StepRecord:

@@ -131,7 +131,8 @@ class Outbox:
                 # No later record could carry these outcomes.
                 self._restart("the outcomes of the last step did not fit into the queue")
             return
-        record.ended_s = now = lease.clock()
+        now = lease.clock()
+        record.ended_s = record.ended_s or now
         if lease.unheard_since is not None and now - lease.unheard_since > SILENT_S:
             self.unreported.fall_silent(record)
         if self.snapshot_due or not self._streaming:

@@ -65,6 +65,14 @@ class RecordQueue(Generic[T]):
         enough = max(wanted, patient) if self._laid_due == self._taken_due else wanted
         return len(self._items) >= enough or self.presses
 
+    def lacks(self) -> int:
+        """Return the number of items without which the reader goes on sleeping; 0 while it is awake or rests, or an
+        urgent or due item waits."""
+        wanted = self._wanted
+        if not wanted or self.presses or self._laid_due != self._taken_due:
+            return 0
+        return max(wanted, self._patient) - len(self._items)
+
     def qsize(self) -> int:
         return len(self._items)
 

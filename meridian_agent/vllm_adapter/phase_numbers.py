@@ -67,6 +67,11 @@ class PhaseNumberSender:
         # Thinking tokens that are not sent yet; below 0 while a marker has taken back more tokens than were generated.
         self._think_tokens = 0
 
+    def due_s(self) -> float:
+        """Return the time from which `add_to` has numbers to add, in monotonic seconds; until then it adds an empty
+        list."""
+        return self._sent_at + INTERVAL_S
+
     def add_to(self, stats: Any, now_s: float) -> None:
         """Add the field to the statistics of a step; None if vLLM collects none. now_s: monotonic seconds."""
         tracker = self._tracker

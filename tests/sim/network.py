@@ -81,6 +81,10 @@ class SteppedRing(RecordQueue[Any]):
     def _sleep(self, seconds: float) -> None:
         """Return at once, because no thread waits in the simulation."""
 
+    def fall_asleep(self, wanted: int, patient: int) -> None:
+        """Be as a ring whose reader sleeps in `get`."""
+        self._wanted, self._patient = wanted, patient
+
     empty = property(lambda self: not self._items)
 
 
@@ -151,6 +155,8 @@ class SteppedLink(ControlStream):
             self._end()
             return
         self._say(now)
+        ring: Any = self.outbox.ring
+        ring.fall_asleep(*self.outbox._wanted())
 
     def _connect(self) -> None:
         # As at the beginning of `_stream`.

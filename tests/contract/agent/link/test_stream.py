@@ -133,8 +133,15 @@ async def test_reports_are_merged_as_the_policy_says(
         await until(lambda: "settings_status" in scripted.kinds())
         engine.link.lease.merge_s = wait_s
         # On a busy machine the sender may look before all steps are made.
-        first, made = engine.link.outbox._first, threading.Event()
-        monkeypatch.setattr(engine.link.outbox, "_first", lambda *waiting: made.wait() and first(*waiting))
+        first, looks, made = engine.link.outbox._first, threading.Event(), threading.Event()
+
+        def look(*waiting: Any) -> Any:
+            looks.set()
+            made.wait()
+            return first(*waiting)
+
+        monkeypatch.setattr(engine.link.outbox, "_first", look)
+        await until(looks.is_set)
         engine.open("a")
         for _ in range(steps):
             engine.step()

@@ -248,3 +248,19 @@ def test_a_request_that_ends_before_the_snapshot_of_its_reading_loses_no_tokens(
             if isinstance(item, SnapshotRecord):
                 snapshots.append(([row[3] for row in item.rows], [tokens for _, tokens in item.ended]))
     assert snapshots == [([5000, 0, 0, 0], []), ([5000, 5000, 5000], [5000])]
+
+
+STEP_HOOKS = {"before_schedule", "after_schedule", "bitmask", "after_update"}
+OTHER_HOOKS = sorted(name for name, each in vars(Agent).items() if hasattr(each, "cause") and name not in STEP_HOOKS)
+
+
+@pytest.mark.parametrize("name", OTHER_HOOKS)
+def test_postponed_steps_come_before_any_other_event(name: str) -> None:
+    """A hook may read or change what these steps have not changed yet."""
+
+    def process() -> None:
+        raise RuntimeError("they are processed")
+
+    agent = SimpleNamespace(accounts=SimpleNamespace(take_postponed=process))
+    with pytest.raises(RuntimeError, match="they are processed"):
+        getattr(Agent, name)(agent)

@@ -85,7 +85,10 @@ def test_a_turn_whose_blocks_a_connector_keeps_past_its_end_repeats_nothing_any_
     ended = engine.request("b", 1, 2, 3)
     ended.is_finished = lambda: True
     agent: Any = SimpleNamespace(
-        probing=SimpleNamespace(placed={}), tracker=known, blocks=SimpleNamespace(kept=engine.kept)
+        accounts=SimpleNamespace(take_postponed=lambda: None),
+        probing=SimpleNamespace(placed={}),
+        tracker=known,
+        blocks=SimpleNamespace(kept=engine.kept),
     )
     Agent.freeing(agent, engine.scheduler, ended)
     engine.now_s = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,16 +17,20 @@ from meridian_agent.core.probe_admission import Placed
 from meridian_agent.core.request_info import PROBE_PREFIX, is_probe
 from meridian_agent.core.step_record import Gauges, StepRecord, TextStep
 from meridian_agent.core.step_signals import RESULT, StepSignals
+from meridian_agent.core.token_cycles import LOOK_TOKENS
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.hand_over import HandOverRunner
 from meridian_agent.engine.probe_runner import ProbeRunner
-from meridian_agent.engine.step_accounting import StepAccounting
+from meridian_agent.engine.step_accounting import POSTPONED_S, POSTPONED_STEPS, StepAccounting
 from meridian_agent.link.messages import step_report
 from meridian_agent.link.unreported import Unreported
 from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
 from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 from tests.fakes.records import in_slot_order
 from tests.fakes.sentences import ends_by_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # A token that ends a sentence, and one that ends thinking with a tool call.
 STOP, TOOL_CALL = 4, 5
@@ -47,14 +51,16 @@ class Engine:
         # The records that were sent, and how many steps were accounted without a record of their own.
         self.sent: list[StepRecord] = []
         self.texts = 0
-        outbox: Any = SimpleNamespace(send_text=self.send_text, unreported=Unreported())
+        self.ring = SimpleNamespace(lacks=lambda: 100)
+        outbox: Any = SimpleNamespace(send_text=self.send_text, unreported=Unreported(), ring=self.ring)
         outbox.send = lambda record, _: self.sent.append(record)
         others: Any = {
-            "calm": SimpleNamespace(find_due=lambda _: None),
+            "calm": (calm := SimpleNamespace(find_due=lambda _: None, awaited={}, due={})),
             "outbox": outbox,
             "is_async": False,
         }
-        others["lease"] = SimpleNamespace(clock=lambda: 0.0)
+        self.calm, self.now_s = calm, 1000.0
+        others["lease"] = SimpleNamespace(clock=lambda: self.now_s)
         others["phase_numbers"] = PhaseNumberSender(self.tracker)
         self.accounts = StepAccounting(self.tracker, directives, self.probing, hand_over, **others)
 
@@ -65,7 +71,7 @@ class Engine:
         return True
 
     def open(self, name: str, prompt: list[int]) -> None:
-        ref = SimpleNamespace(sampling_params=SimpleNamespace(all_stop_token_ids={9}))
+        ref = SimpleNamespace(sampling_params=SimpleNamespace(all_stop_token_ids={9}), output_token_ids=[])
         opened(self.tracker, name, prompt, ref=ref)
 
     def probe(self, number: int, parent: str) -> str:
@@ -74,6 +80,19 @@ class Engine:
         probe = Placed(number, live, live.state.think_tokens, 0, cost_tokens=3)
         self.probing.placed[f"{PROBE_PREFIX}{number}"] = probe
         return f"{PROBE_PREFIX}{number}"
+
+    def text(self, *tokens: int) -> bool:
+        """Account a step as the agent does, with one token for each live request; return whether it was postponed."""
+        names = list(self.tracker.by_id)
+        outputs: Any = {0: SimpleNamespace(outputs=names, scheduler_stats=None)}
+        runner_output: Any = SimpleNamespace(req_ids=names, sampled_token_ids=[[token] for token in tokens])
+        scheduler: Any = SimpleNamespace(finished_req_ids=(), current_step=len(self.sent))
+        if self.accounts.postpone(scheduler, runner_output, outputs):
+            return True
+        self.accounts.take_postponed()
+        if self.accounts.take_text(scheduler, runner_output, outputs):
+            self.accounts.make_room()
+        return False
 
     def step(
         self, tokens: dict[str, list[int]], entropies: list[float], finished: set[str], dropped: str = ""
@@ -233,3 +252,85 @@ def test_the_log_tells_once_of_an_answer_that_ends_thinking(caplog: pytest.LogCa
             engine.step({name: [token]}, [1.0], set())
     (line,) = caplog.messages
     assert "request first has ended thinking, but neither its prompt nor the model had written a start marker" in line
+
+
+def two_think(**given: Any) -> Engine:
+    """Return an engine with two requests that think, whose newest step was one of text."""
+    engine = Engine()
+    for name in ("a", "b"):
+        engine.open(name, [START])
+    engine.step({"a": [TEXT], "b": [TEXT]}, [1.0, 1.0], set())
+    for name, value in given.items():
+        setattr(engine, name, value)
+    return engine
+
+
+def test_postponed_steps_are_reported_as_if_each_had_been_processed_at_once() -> None:
+    rng, engine, at_once = random.Random(7), two_think(), two_think()
+    at_once.ring.lacks = lambda: 0
+    steps = [rng.choices((TEXT, STOP), k=2) for _ in range(60)]
+    assert [engine.text(*tokens) for tokens in steps].count(True) > 50
+    assert [at_once.text(*tokens) for tokens in steps] == [False] * 60
+    engine.accounts.take_postponed()
+    reports = [
+        [step_report([record]).SerializeToString(deterministic=True) for record in each.sent]
+        for each in (engine, at_once)
+    ]
+    assert reports[0] == reports[1]
+    assert len(reports[0]) == 60
+    assert states(engine) == states(at_once)
+
+
+def near_cap(engine: Engine) -> None:
+    live = engine.tracker.by_id["b"]
+    live.default_cap = 9
+    engine.tracker.watch_limit(live)
+
+
+def its_turn(engine: Engine) -> None:
+    engine.tracker.loops.obey(True)
+    engine.tracker.loops._turn = LOOK_TOKENS - 4
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        pytest.param(lambda engine: None, POSTPONED_STEPS, id="nothing"),
+        pytest.param(lambda engine: setattr(engine.ring, "lacks", lambda: 5), 4, id="a report is due with five more"),
+        pytest.param(lambda engine: setattr(engine.ring, "lacks", lambda: 0), 0, id="the reader is awake"),
+        pytest.param(lambda engine: engine.calm.due.update(a=0), 0, id="a probe is due"),
+        pytest.param(its_turn, 2, id="a request has its turn"),
+        pytest.param(near_cap, 6, id="a cap is near"),
+    ],
+)
+def test_so_many_steps_are_postponed(change: Callable[[Engine], None], most: int) -> None:
+    engine = two_think()
+    change(engine)
+    assert not engine.text(TEXT, TEXT)
+    assert [engine.text(TEXT, TEXT) for _ in range(most + 1)] == [True] * most + [False]
+
+
+def test_a_step_is_postponed_unless_it_may_bring_the_end_that_a_probe_waits_for() -> None:
+    engine = two_think()
+    engine.text(TEXT, TEXT)
+    engine.calm.awaited = {1: (1, 1)}
+    steps = ((TEXT, TEXT), (STOP, TEXT), (TEXT, STOP), (TEXT, TEXT), (TEXT, TEXT))
+    assert [engine.text(*tokens) for tokens in steps] == [True, True, False, False, True]
+
+
+def test_no_step_waits_long() -> None:
+    engine = two_think()
+    engine.text(TEXT, TEXT)
+    engine.now_s += POSTPONED_S * 0.9
+    assert engine.text(TEXT, TEXT)
+    engine.now_s += POSTPONED_S * 0.1
+    assert not engine.text(TEXT, TEXT)
+
+
+def test_a_step_that_ends_thinking_is_not_postponed() -> None:
+    engine = two_think()
+    engine.text(TEXT, TEXT)
+    assert engine.text(TEXT, TEXT)
+    assert not engine.text(TEXT, END)
+    assert len(engine.accounts.postponed) == 0
+    assert engine.tracker.by_id["b"].think_tokens == 3
