@@ -69,7 +69,8 @@ UNASKED_STEPS = 16
 
 def event(cause: agent_pb2.FaultCause.ValueType) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Return `hook`'s decorator for a method of Agent that reads or changes a request's state outside of the four hooks
-    of each step. Before the method runs, the postponed steps are processed."""
+    of each step. Before the method runs, the postponed steps are processed. The other hooks take no part in that: they
+    change no such state, or act only while stopped requests wait to go on, when no step is postponed."""
 
     def marked(method: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(method)
@@ -226,7 +227,7 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------ request events
 
-    @event(agent_pb2.FAULT_CAUSE_OPENED)
+    @hook(agent_pb2.FAULT_CAUSE_OPENED)
     def admit(self, request: Request) -> None:
         """Look at a request before vLLM accepts it."""
         self.hand_over.admit(request, self.block_size)
@@ -327,12 +328,12 @@ class Agent:
         self.calm.end()
         return True
 
-    @event(agent_pb2.FAULT_CAUSE_FINISHED)
+    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def unfinished(self, scheduler: Scheduler) -> int:
         """Return how many requests are to go on after a stop that are in none of vLLM's queues."""
         return self.stops.unfinished(scheduler)
 
-    @event(agent_pb2.FAULT_CAUSE_FINISHED)
+    @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def finishing(self, scheduler: Scheduler, request_ids: Any) -> None:
         """Look at requests before vLLM ends them from outside. request_ids: what vLLM was asked to end."""
         if self.stops.waiting:
@@ -394,14 +395,14 @@ class Agent:
         self.accounts.complete_between_steps(scheduler)
         self.accounts.send()
 
-    @event(agent_pb2.FAULT_CAUSE_PREEMPTING)
+    @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def resetting(self, scheduler: Scheduler) -> None:
         """Let requests that have stopped and are to go on give their KV blocks back, because vLLM is about to reset its
         prefix cache, which fails while a request that is in no queue has blocks."""
         if self.stops.waiting:
             self.stops.resume(scheduler, at_once=True)
 
-    @event(agent_pb2.FAULT_CAUSE_PREEMPTING)
+    @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def preempting(self, request: Request) -> None:
         """Give a request its own priority back, because it is about to be preempted."""
         self.queues.preempting(request)
@@ -571,9 +572,6 @@ class Agent:
 
         output: the SchedulerOutput of the step. base: vLLM's own masks, or None.
         """
-        if self.accounts.postponed and not self.lease.attention:
-            # The step is calm, and its predecessor had no record.
-            return base
         self._outbox.ring.wake()
         drafted = output.scheduled_spec_decode_tokens
         if not self.lease.attention and self.calm.number == self.tracker.run.number and not drafted:

@@ -151,9 +151,11 @@ class GovernedScheduler(Scheduler):
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         base = super().get_grammar_bitmask(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-        if self._agent is None or self._guard.fault:
+        agent = self._agent
+        if agent is None or self._guard.fault or (agent.accounts.postponed and not agent.lease.attention):
+            # With a postponed step the coming one is calm, and nothing waits to be sent.
             return base
-        merged = self._guard.run(self._agent.bitmask, self, scheduler_output, base)
+        merged = self._guard.run(agent.bitmask, self, scheduler_output, base)
         return base if self._guard.fault else merged
 
     def update_from_output(
@@ -222,6 +224,9 @@ class GovernedScheduler(Scheduler):
         return super()._free_request_blocks(request, *args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        if self._agent is not None:
+            with self._between_steps:
+                self._guard.run(self._agent.accounts.take_postponed)
         if self._lifecycle is not None:
             # The stream is ended while the agent is off, too.
             Guard("the stream ends with the process").run(self._lifecycle.stop)

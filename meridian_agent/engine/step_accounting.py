@@ -100,8 +100,8 @@ class StepAccounting:
         # lease's clock from which none may be, without and with statistics that get the phases' numbers.
         self.postponed = list[PostponedStep]()
         self._room, self._until_s, self._numbers_s = 0, 0.0, 0.0
-        # The ids of the rows of steps that may be postponed, and the tokens that no such step brings.
-        self._request_ids, self._markers = list[str](), tracker.markers.by_last.keys()
+        # The tokens that no such step brings.
+        self._markers = tracker.markers.by_last.keys()
         # Whether the log has already told of an answer with an end marker.
         self._told_of_stray_end = self._told_of_refused_end = False
 
@@ -163,16 +163,15 @@ class StepAccounting:
         due, no probe is under way, no cap is near, and no request has its turn to be searched for loops. Called after
         `take_text`."""
         tracker, run = self._tracker, self._run
-        if run.tokens_per_step > 1 or self._calm.due or self._probing.computed:
-            return
-        if tracker.begun is not None or tracker.before_answer:
+        probes, begins = self._calm.due or self._probing.computed, tracker.begun is not None or tracker.before_answer
+        if run.tokens_per_step > 1 or probes or begins:
             return
         room = min(POSTPONED_STEPS, self._outbox.ring.lacks() - 1, run.steps_to_cap())
         if tracker.loops.enabled and room > 0:
             room = tracker.loops.turns_of_none(room)
         self._room, self._until_s = room, self._updated_s + POSTPONED_S
         self._numbers_s = min(self._until_s, self._phase_numbers.due_s())
-        self._request_ids, self._markers = run.request_ids, tracker.markers.by_last.keys()
+        self._markers = tracker.markers.by_last.keys()
 
     def postpone(
         self, scheduler: Scheduler, runner_output: ModelRunnerOutput, outputs: dict[int, EngineCoreOutputs]
@@ -189,7 +188,7 @@ class StepAccounting:
         for group in outputs.values():
             answered += len(group.outputs)
             stats = group.scheduler_stats or stats
-        known = self._request_ids
+        known = self._run.request_ids
         is_run = answered == len(known) == len(request_ids) == len(sampled) and (
             request_ids == known if request_ids[0] is known[0] else self._run.has_rows(request_ids)
         )
@@ -209,7 +208,7 @@ class StepAccounting:
         if stats is not None:
             setattr(stats, FIELD, [])
         self._room -= 1
-        facts = self._step_time_ms(now_s), self.prefills.popleft() if self.prefills else 0, self.state
+        facts = self._step_time_ms(now_s), self._prefill_tokens(), self.state
         self.postponed.append((scheduler.current_step, now_s, *facts, tokens, signals))
         return True
 
@@ -219,18 +218,20 @@ class StepAccounting:
         if not self.postponed:
             return
         postponed, self.postponed = self.postponed, []
+        # If the engine has stood still since, nothing has been unheard for that long.
+        earliest_s = self._lease.clock() - POSTPONED_S
         for step in postponed:
             self._run.count_text(step[-2])
             if self._tracker.loops.enabled:
                 self._tracker.look_for_loops()
-            self._queue_text(step)
+            self._queue_text((step[0], max(step[1], earliest_s), *step[2:]))
 
     def _queue_text(self, facts: PostponedStep) -> None:
         """Queue the record of a step of text, which the run has counted."""
         tracker, run = self._tracker, self._run
-        number, now_s, step_time_ms, prefill_tokens, state, tokens, signals = facts
+        number, ended_s, step_time_ms, prefill_tokens, state, tokens, signals = facts
         lengths = run.lengths_for(signals) if run.tokens_per_step > 1 else ()
-        counted = now_s, step_time_ms, prefill_tokens, state
+        counted = ended_s, step_time_ms, prefill_tokens, state
         columns = run.slots, run.phases, run.rows, tokens, run.sentences, run.text_states, signals, lengths
         if tracker.begun is None:
             step: TextStep = (tracker.number(number), *counted, *columns)

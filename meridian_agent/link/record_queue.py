@@ -62,16 +62,16 @@ class RecordQueue(Generic[T]):
     def suffices(self, wanted: int, patient: int) -> bool:
         """Return whether enough items for the reader are there, or an urgent one. wanted, patient: as `get` takes
         them."""
-        enough = max(wanted, patient) if self._laid_due == self._taken_due else wanted
-        return len(self._items) >= enough or self.presses
+        return len(self._items) >= self._enough(wanted, patient) or self.presses
+
+    def _enough(self, wanted: int, patient: int) -> int:
+        return max(wanted, patient) if self._laid_due == self._taken_due else wanted
 
     def lacks(self) -> int:
         """Return the number of items without which the reader goes on sleeping; 0 while it is awake or rests, or an
-        urgent or due item waits."""
+        urgent item waits."""
         wanted = self._wanted
-        if not wanted or self.presses or self._laid_due != self._taken_due:
-            return 0
-        return max(wanted, self._patient) - len(self._items)
+        return self._enough(wanted, self._patient) - len(self._items) if wanted and not self.presses else 0
 
     def qsize(self) -> int:
         return len(self._items)

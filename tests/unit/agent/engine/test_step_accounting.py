@@ -327,6 +327,16 @@ def test_no_step_waits_long() -> None:
     assert not engine.text(TEXT, TEXT)
 
 
+def test_steps_after_which_the_engine_stood_still_count_as_new() -> None:
+    """An answer to their report cannot have come before, so there was no silence."""
+    engine = two_think()
+    for _ in range(3):
+        engine.text(TEXT, TEXT)
+    engine.now_s += 1000.0
+    engine.accounts.take_postponed()
+    assert [engine.now_s - record.ended_s for record in engine.sent] == [1000.0, *[pytest.approx(POSTPONED_S)] * 2]
+
+
 def test_a_step_that_ends_thinking_is_not_postponed() -> None:
     engine = two_think()
     engine.text(TEXT, TEXT)
