@@ -76,6 +76,11 @@ def _recorded(writer: TraceWriter, wanted: int = 0) -> str:
     return f"{writer.requests}{of} requests, {writer.steps} steps, {writer.size_bytes} bytes"
 
 
+def _plot_is_gone(value: str) -> None:
+    if value:
+        raise typer.BadParameter("is gone: draw the points of `families` that --report writes")
+
+
 def calibrate(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE", help="Trace files of `record`.")],
     *,
@@ -109,14 +114,13 @@ def calibrate(
         Path | None, typer.Option(help="Policy file for all other fields.", show_default="the trace's policy")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write the recommended policy to, in TOML.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="File to draw the frontier to, as PNG, SVG or PDF.")] = None,
+    plot: Annotated[str, typer.Option(hidden=True, callback=_plot_is_gone)] = "",
     report: Annotated[Path | None, typer.Option(help="File to write all figures to, in JSON.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Print each rule that was tried, too.")] = False,
 ) -> None:
     """Replay traces, print the rules that save most thinking for a proved loss of accuracy, and write a policy."""
     try:
-        for name in ("scipy", "matplotlib") if plot is not None else ("scipy",):
-            import_module(name)
+        import_module("scipy")
     except ImportError as error:
         fail(FAILED, f"calibrate needs {error.name}: pip install 'meridian-llm[calibrate]'")
     from meridian_control.offline import calibration, calibration_report
@@ -133,7 +137,6 @@ def calibrate(
     figures = json.dumps(calibration_report.report(result, replay, goal), indent=2) + "\n"
     _write(out, lambda path: path.write_text(forms.to_toml(result.policy), encoding="utf-8"))
     _write(report, lambda path: path.write_text(figures, encoding="utf-8"))
-    _write(plot, lambda path: calibration_report.plot(result, replay, path))
     if result.recommended is None and not (result.second and result.second.in_force):
         raise typer.Exit(FAILED)
 

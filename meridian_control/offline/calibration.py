@@ -165,7 +165,7 @@ def calibrate(
     halves = Halves(replay, fit, held_out, unit, goal)
     signals = {} if unattended else scores(replay)
     separations = [separation(replay, fit, unit, goal.confidence, name=n, score=s) for n, s in signals.items()]
-    good = {s.signal for s in separations if s.separates}
+    good = {s.signal for s in separations if not s.why_not}
 
     scheduler = replay.base.scheduler
     # Soft close acts with the scheduler's section, which calibration leaves as it is.

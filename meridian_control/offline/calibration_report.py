@@ -1,6 +1,6 @@
-"""Presents the result of a calibration: as a table and sentences, as a plot, and as JSON.
+"""Presents the result of a calibration: as a table and sentences, and as JSON.
 
-The module owns wording and layout. The plot needs matplotlib, from the extra `calibrate`.
+The module owns wording and layout.
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ from rich.table import Table
 
 from meridian_control.common.inference import needed_to_prove
 from meridian_control.common.look import percent
-from meridian_control.offline.rule_replay import CAP
 from meridian_control.policy import formats as forms
 from meridian_control.policy.engine_schema import ModelPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
-
-    from matplotlib.axes import Axes
 
     from meridian_control.offline.calibration import Calibration, Figures, Goal, Point, SecondThreshold
     from meridian_control.offline.rule_replay import Replay, StoppingRule
-    from meridian_control.offline.separation import Separation
     from meridian_control.offline.statistics import Interval
 
 PROXY_NOTE = (
@@ -37,7 +32,6 @@ PROXY_NOTE = (
 SHOWN_LOSSES = (0.0, 0.5, 2.0, 5.0)
 # The report warns if a smaller share of the sentence ends than this has an EAT sample.
 WELL_COVERED = 0.8
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d", "#e45756", "#72b7b2", "#eeca3b")
 
 
 def table(result: Calibration, goal: Goal) -> Table:
@@ -45,7 +39,7 @@ def table(result: Calibration, goal: Goal) -> Table:
     summary = Table(box=None)
     for index, name in enumerate(("family", "stops", "saved", "accuracy", "harmful", "at most", "probes", "stopped")):
         summary.add_column(name, no_wrap=index != 1, justify="left" if index < 2 else "right")
-    useless = {s.signal for s in result.separations if not s.separates}
+    useless = {s.signal for s in result.separations if s.why_not}
     for family, points in result.fronts.items():
         left_out = " (left out)" if points and points[0].rule.signals & useless else ""
         shown = _shown(points, goal)
@@ -104,19 +98,15 @@ def sentences(result: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
         yield "Left out: " + ", ".join(left_out) + "."
     if judge.is_proxy:
         yield PROXY_NOTE
-    for separation in result.separations:
-        area = f"AUROC {separation.auroc:.2f} {_range(separation.interval, 1)}"
-        if separation.signal == "entropy":
-            continue
-        if separation.signal == "position":
-            yield f"For comparison, the number of thinking tokens alone as a signal: {area}."
-        elif separation.separates:
-            yield f"{separation.signal} separates right from wrong stops: {area}."
-        else:
+    for found in result.separations:
+        if found.why_not:
             yield (
-                f"{separation.signal} does not separate right from wrong stops on this model and is left out: "
-                f"{separation.why_not}."
+                f"{found.signal} does not separate right from wrong stops on this model and is left out: "
+                f"{found.why_not}."
             )
+        elif found.interval is not None:
+            area = f"AUROC {found.auroc:.2f} {_range(found.interval, 1)}"
+            yield f"{found.signal} separates right from wrong stops: {area}."
     yield from cautions(result, replay)
 
 
@@ -262,7 +252,7 @@ def report(result: Calibration, replay: Replay, goal: Goal) -> dict[str, Any]:
         "left_out": replay.episodes.left_out,
         "probe_cost_tokens": replay.cost_tokens,
         "natural": asdict(result.natural),
-        "signals": [_signal(s) for s in result.separations],
+        "signals": [asdict(s) | {"separates": not s.why_not} for s in result.separations],
         "families": {family: [_point(p) for p in points] for family, points in result.fronts.items()},
         "best": _point(result.best) if result.best else None,
         "recommended": _point(result.recommended) if result.recommended else None,
@@ -277,12 +267,6 @@ def _second(second: SecondThreshold) -> dict[str, Any]:
     return {"rule": str(second.rule)} | _fields(second.rule) | facts | {"together": _point(second.together)}
 
 
-def _signal(separation: Separation) -> dict[str, Any]:
-    """Return a signal's separation as plain values, with None for NaN, because JSON has no NaN."""
-    plain = asdict(separation) | {"separates": separation.separates}
-    return plain if separation.auroc == separation.auroc else plain | {"auroc": None, "interval": None}
-
-
 def _point(point: Point) -> dict[str, Any]:
     return (
         {"rule": str(point.rule)} | _fields(point.rule) | {"fit": asdict(point.fit), "held_out": asdict(point.held_out)}
@@ -295,47 +279,3 @@ def _fields(rule: StoppingRule) -> dict[str, Any]:
         for name, value in rule.entropy.items()
     }
     return {"family": rule.family, "entropy": entropy, "scheduler": dict(rule.scheduler)}
-
-
-# ---------------------------------------------------------------------------------------------------------- the picture
-
-
-def plot(result: Calibration, replay: Replay, path: Path) -> None:
-    """Draw the frontiers to `path`, in the format of its suffix. Raises OSError or ValueError."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
-    axes = figure.subplots()
-    _curves(axes, result)
-    natural = result.natural
-    axes.plot(natural.tokens, natural.accuracy, "o", color="black", ms=9, label="natural", zorder=4)
-    if result.best is not None:
-        figures = result.best.held_out
-        label = f"{'recommended' if result.confirmed else 'best, not proved'}: {result.best.rule}"
-        interval = figures.accuracy_interval
-        bars = [[figures.accuracy_change - interval.low], [interval.high - figures.accuracy_change]]
-        axes.errorbar(
-            figures.tokens, figures.accuracy, bars, fmt="*", color="#b0163a", ms=16, capsize=3, label=label, zorder=5
-        )
-    axes.set(
-        title=f"Accuracy against thinking, {natural.requests} requests not used for choosing",
-        xlabel="thinking tokens per request, probes included",
-        ylabel="unchanged answers (proxy for accuracy)" if replay.judge.is_proxy else "accuracy",
-    )
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=120)
-
-
-def _curves(axes: Axes, result: Calibration) -> None:
-    colours = dict(zip((f for f in result.fronts if f != CAP), COLOURS * len(result.fronts), strict=False))
-    for family, points in result.fronts.items():
-        drawn = sorted((p.held_out.tokens, p.held_out.accuracy) for p in points)
-        xs, ys = [x for x, _ in drawn], [y for _, y in drawn]
-        if family == CAP:
-            xs, ys = [*xs, result.natural.tokens], [*ys, result.natural.accuracy]
-            axes.plot(xs, ys, "--", color="grey", lw=1.5, label=family, zorder=2)
-        else:
-            pair = bool(points) and bool(points[0].rule.either)
-            style = {"ls": ":", "marker": "x", "ms": 4, "lw": 1} if pair else {"ls": "-", "marker": ".", "lw": 1.3}
-            axes.plot(xs, ys, color=colours[family], label=family, alpha=0.8, zorder=3, **style)  # type: ignore[arg-type]

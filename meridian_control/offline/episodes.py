@@ -67,9 +67,8 @@ class Episodes:
     # End-marker ranks at this and earlier sentence ends, newest first, [boundaries, RANK_HISTORY], and their number.
     ranks: NDArray[np.int64]
     rank_count: NDArray[np.int64]
-    # By boundary: entropy of the newest token, count of the request's entropies, and the boundary's place in
-    # `entropy_running`, which is the running sum of entropies over all requests.
-    entropy_nats: NDArray[np.float64]
+    # By boundary: count of the request's entropies, and the boundary's place in `entropy_running`, which is the running
+    # sum of entropies over all requests.
     entropy_count: NDArray[np.int64]
     entropy_place: NDArray[np.int64]
     entropy_running: NDArray[np.float64]
@@ -305,7 +304,6 @@ def _episodes(seen: _Collector) -> Episodes:
         paragraph=(flags[at] & FLAG_PARAGRAPH) != 0,
         ranks=newest(rank, RANK_HISTORY),
         rank_count=_numbered(owner[before])[goes_on] + 1,
-        entropy_nats=entropy[at],
         entropy_count=count[after],
         entropy_place=place[after],
         entropy_running=running,

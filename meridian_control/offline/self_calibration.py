@@ -71,7 +71,6 @@ def episodes_of(rows: Sequence[Episode], from_tokens: int) -> Episodes:
         paragraph=np.zeros(count, bool),
         ranks=np.zeros((count, RANK_HISTORY), np.int64),
         rank_count=zeros,
-        entropy_nats=np.full(count, np.nan),
         entropy_count=zeros,
         entropy_place=zeros,
         entropy_running=np.zeros(1),

@@ -6,12 +6,13 @@ A rule on a signal that does not separate would end thinking at random places. T
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meridian_control.offline.correctness import RIGHT
-from meridian_control.offline.statistics import Area, Interval, percentiles, resampled
+from meridian_control.offline.statistics import Interval, percentiles, resampled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,31 +24,19 @@ RESAMPLES, BATCHES = 1000, 50
 
 @dataclass(frozen=True)
 class Separation:
-    """How well a signal separates right from harmful stops: the area under its ROC curve, 0.5 for a random signal."""
+    """How well a signal separates right from harmful stops: the area under its ROC curve, 0.5 for a random signal, and
+    its interval; None if there is nothing to separate. why_not: empty if the signal separates."""
 
     signal: str
-    auroc: float
-    interval: Interval
-    why_not: str
-
-    @property
-    def separates(self) -> bool:
-        return not self.why_not
+    auroc: float | None = None
+    interval: Interval | None = None
+    why_not: str = ""
 
 
 def scores(replay: Replay) -> dict[str, NDArray[np.float64]]:
-    """Return each signal at every boundary, higher if the signal's rule is more likely to stop there.
-
-    Entropy and position have no rule and serve as comparisons. The position is the number of thinking tokens.
-    """
-    episodes = replay.episodes
-    return {
-        "EAT": -replay.eat_nats,
-        "rank": np.where(episodes.ranks[:, 0] > 0, -episodes.ranks[:, 0], np.nan),
-        "RPDI": replay.rpdi,
-        "entropy": -episodes.entropy_nats,
-        "position": episodes.think_tokens.astype(float),
-    }
+    """Return each signal at every boundary, higher if the signal's rule is more likely to stop there."""
+    ranks = replay.episodes.ranks[:, 0]
+    return {"EAT": -replay.eat_nats, "rank": np.where(ranks > 0, -ranks, np.nan), "RPDI": replay.rpdi}
 
 
 def separation(
@@ -69,18 +58,37 @@ def separation(
     chosen[fit[natural[fit] >= RIGHT]] = True
     owner = replay.episodes.owner
     where = np.flatnonzero(chosen[owner] & np.isfinite(score))
-    units, numbers = np.unique(np.where(chosen, unit, -1), return_inverse=True)
-    numbers -= int(units[0] < 0)
     right = replay.right[where] >= RIGHT
     if not len(where):
-        return Separation(name, np.nan, Interval(np.nan, np.nan), "it was not measured")
+        return Separation(name, why_not="it was not measured")
     if right.all() or not right.any():
-        reason = f"every stop is {'right' if right.all() else 'wrong'}: there is nothing to tell apart"
-        return Separation(name, np.nan, Interval(np.nan, np.nan), reason)
-    area = Area(score[where], right, numbers[owner[where]], int((units >= 0).sum()))
-    weights = resampled(area.owners, RESAMPLES)
-    parts = np.split(weights, BATCHES)
+        which = "right" if right.all() else "wrong"
+        return Separation(name, why_not=f"every stop is {which}: there is nothing to tell apart")
+    units, numbers = np.unique(np.where(chosen, unit, -1), return_inverse=True)
+    numbers -= int(units[0] < 0)
+    owners = int((units >= 0).sum())
+    area = partial(areas, score[where], right, numbers[owner[where]])
+    parts = np.split(resampled(owners, RESAMPLES), BATCHES)
     interval = percentiles(np.concatenate([area(part) for part in parts]), confidence)
-    auroc = float(area(np.ones((1, area.owners)))[0])
+    auroc = float(area(np.ones((1, owners)))[0])
     why = "" if interval.low > RIGHT else f"AUROC {auroc:.2f} is not above 0.5 with confidence"
     return Separation(name, auroc, interval, why)
+
+
+def areas(
+    score: NDArray[np.float64], right: NDArray[np.bool_], owner: NDArray[np.int64], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the areas under the ROC curve over boundaries, [samples].
+
+    weights: of the boundaries' owners (requests or groups), [samples, owners].
+    """
+    order = np.argsort(score, kind="stable")
+    # Positions at which groups of equal scores begin; pairs within a group count half.
+    ties = np.flatnonzero(np.append(True, np.diff(score[order]) > 0))
+    weight, is_right = weights[:, owner[order]], right[order]
+    ones, others = (np.add.reduceat(weight * which, ties, axis=1) for which in (is_right, ~is_right))
+    below = np.cumsum(others, axis=1) - others / 2
+    pairs = ones.sum(1) * others.sum(1)
+    # A bootstrap sample without both right and wrong stops gets the area of a random signal.
+    area: NDArray[np.float64] = np.where(pairs > 0, (ones * below).sum(1) / np.maximum(pairs, 1), 0.5)
+    return area

@@ -1,4 +1,4 @@
-"""Statistics of a calibration: bootstrap intervals, bounds on harm, and the area under a signal's ROC curve.
+"""Statistics of a calibration: bootstrap intervals and bounds on harm.
 
 The bootstrap draws whole requests, because the sentence ends of one request are not independent; if requests belong to
 groups, it draws whole groups. `mean_bound` needs scipy, from the extra `calibrate`. The module's functions are pure and
@@ -15,15 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
 SEED = 1
 # Steps of a bisection in [0, 1], after which the interval is smaller than the precision of a float.
 BISECTIONS = 60
-# Largest size, in multiples of the number of boundaries, of a matrix of scores and owners.
-DENSE = 4
 
 
 @dataclass(frozen=True)
@@ -68,46 +64,3 @@ def percentiles(values: NDArray[np.float64], confidence: float) -> Interval:
     """Return the central interval that contains this share of the bootstrap values."""
     low, high = np.quantile(values, ((1 - confidence) / 2, (1 + confidence) / 2)).tolist()
     return Interval(low, high)
-
-
-class Area:
-    """Computes areas under the ROC curve over boundaries.
-
-    `area(weights)` takes the weights of the boundaries' owners (requests or groups), [samples, owners], and returns the
-    areas, [samples].
-    """
-
-    def __init__(
-        self, score: NDArray[np.float64], right: NDArray[np.bool_], owner: NDArray[np.int64], owners: int
-    ) -> None:
-        order = np.argsort(score, kind="stable")
-        self.owners = owners
-        self._owner, self._right = owner[order], right[order]
-        # Positions at which groups of equal scores begin; pairs within a group count half.
-        self._ties = np.flatnonzero(np.append(True, np.diff(score[order]) > 0))
-        # Numbers of right and of wrong boundaries by owner and score, if so many boundaries share a score that these
-        # matrices are small: their product with the weights is much faster.
-        self._counts: list[NDArray[np.float64]] = []
-        if (size := owners * len(self._ties)) <= DENSE * len(score):
-            tie = np.repeat(np.arange(len(self._ties)), np.diff(np.append(self._ties, len(score))))
-            cell = self._owner * len(self._ties) + tie
-            shape = owners, len(self._ties)
-            for which in (self._right, ~self._right):
-                self._counts.append(np.bincount(cell[which], minlength=size).reshape(shape).astype(float))
-
-    def _sums(self, weights: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
-        """Yield the summed weights of the right and of the wrong boundaries with each score, [samples, scores]."""
-        if self._counts:
-            yield from (weights @ count for count in self._counts)
-            return
-        weight = weights[:, self._owner]
-        for which in (self._right, ~self._right):
-            yield np.add.reduceat(weight * which, self._ties, axis=1)
-
-    def __call__(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        right, wrong = self._sums(weights)
-        below = np.cumsum(wrong, axis=1) - wrong / 2
-        pairs = right.sum(1) * wrong.sum(1)
-        # A bootstrap sample without both right and wrong stops gets the area of a random signal.
-        area: NDArray[np.float64] = np.where(pairs > 0, (right * below).sum(1) / np.maximum(pairs, 1), 0.5)
-        return area

@@ -90,7 +90,7 @@ def _calibrated(
     # The base is not the policy of the recording, because that policy probes everywhere.
     base = folder / "base.toml"
     base.write_text(tomli_w.dumps(arms.with_answer_prefix({}, task.name, task.answer_prefix)))
-    written = ["--out", str(policy), "--report", str(report), "--plot", str(folder / "frontier.png")]
+    written = ["--out", str(policy), "--report", str(report)]
     process = subprocess.run(
         [
             MERIDIANCTL,

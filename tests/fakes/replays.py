@@ -65,4 +65,4 @@ def second_half(replayed: Replay, split: int = 0) -> set[str]:
 
 
 def separating(found: Calibration) -> set[str]:
-    return {s.signal for s in found.separations if s.separates and s.signal not in ("entropy", "position")}
+    return {s.signal for s in found.separations if not s.why_not}

@@ -10,7 +10,8 @@ import pytest
 from scipy import special  # type: ignore[import-untyped]
 
 from meridian_control.common.inference import MOST_NEEDED, binomial_upper, confidence_of, needed_to_prove
-from meridian_control.offline.statistics import Area, mean_bound
+from meridian_control.offline.separation import areas
+from meridian_control.offline.statistics import mean_bound
 
 
 def test_the_bound_on_a_mean() -> None:
@@ -57,21 +58,9 @@ def test_the_area_under_the_curve_counts_pairs() -> None:
     owner = np.repeat(np.arange(6), 7)
     score, right = rng.integers(0, 5, len(owner)).astype(float), rng.random(len(owner)) < 0.4
     weights = rng.integers(0, 3, (4, 6)).astype(float)
-    found = Area(score, right, owner, 6)(weights)
+    found = areas(score, right, owner, weights)
     for sample, value in zip(weights, found, strict=True):
         drawn = np.repeat(np.arange(len(owner)), sample[owner].astype(int))
         ones, others = score[drawn][right[drawn]], score[drawn][~right[drawn]]
         pairs = (ones[:, None] > others).mean() + (ones[:, None] == others).mean() / 2
         assert value == pytest.approx(pairs)
-
-
-def test_the_area_is_the_same_whether_boundaries_or_scores_are_summed() -> None:
-    """With few distinct scores the area is computed from counts by score and owner."""
-    rng = np.random.default_rng(2)
-    owner = np.repeat(np.arange(5), 200)
-    score, right = rng.integers(0, 4, len(owner)).astype(float), rng.random(len(owner)) < 0.4
-    weights = rng.integers(0, 3, (6, 5)).astype(float)
-    counted, summed = Area(score, right, owner, 5), Area(score, right, owner, 5)
-    assert counted._counts
-    summed._counts.clear()
-    assert counted(weights) == pytest.approx(summed(weights))
