@@ -21,8 +21,8 @@ class Complaints:
     """Logs each error of some work once, until the work succeeds or an hour has passed without the error. An error that
     is not foreseen has its traceback.
 
-    text: the format of the log's line; its arguments are those of `log`, and the error. clock: returns monotonic
-    seconds.
+    text: the format of the log's line; its arguments are those of `log`, and the error on one line. foreseen: the
+    classes of errors that need no traceback. clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -31,21 +31,22 @@ class Complaints:
         text: str = "%s",
         level: int = logging.WARNING,
         clock: Callable[[], float] = time.monotonic,
+        foreseen: type[Exception] | tuple[type[Exception], ...] = MeridianError,
     ) -> None:
-        self._logger, self._text, self._level, self._clock = logger, text, level, clock
+        self._logger, self._text, self._level, self._clock, self._foreseen = logger, text, level, clock, foreseen
         # The texts of the errors that the log has, each with its newest time; one fault may show in several errors by
         # turns.
         self._known: dict[str, float] = {}
 
     def log(self, error: Exception, *named: object) -> None:
-        text, now_s = str(error), self._clock()
+        text, now_s = "; ".join(str(error).splitlines()), self._clock()
         known_s = self._known.pop(text, None)
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[text] = now_s
         if known_s is not None and now_s - known_s < FORGOTTEN_S:
             return
-        cause = None if isinstance(error, MeridianError) else error
+        cause = None if isinstance(error, self._foreseen) else error
         self._logger.log(self._level, self._text, *named, text, exc_info=cause)
 
     def over(self) -> None:

@@ -13,6 +13,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from meridian_control.common.complaints import Complaints
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
@@ -30,7 +32,7 @@ class Reloaded(Generic[Value]):
     """A value read from the files `paths` by `read`, which raises OSError or ValueError if the files cannot be used.
 
     The constructor passes errors on. `get` logs each error, also one that nobody foresaw, once for every change of the
-    files, and again if the next try ends with another error.
+    files.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Value]) -> None:
@@ -38,15 +40,18 @@ class Reloaded(Generic[Value]):
         self._lock = threading.Lock()
         self._seen = self._stamps()
         self._value = read()
-        # Monotonic time from which on unchanged files are read again, and the error of the newest read.
-        self._retry_at, self._complaint = math.inf, ""
+        # Monotonic time from which on unchanged files are read again.
+        self._retry_at = math.inf
+        text = "%s changed but cannot be used; the old content stays in use: %s"
+        self._complaints = Complaints(logger, text, logging.ERROR, foreseen=(OSError, ValueError))
 
     def get(self) -> Value:
         """Return the newest usable value. Unchanged files give the same object."""
         with self._lock:
             # The stamps are taken before the files are read, so that the next call notices a change made in between.
             if (stamps := self._stamps()) != self._seen:
-                self._seen, self._retry_at, self._complaint = stamps, 0.0, ""
+                self._seen, self._retry_at = stamps, 0.0
+                self._complaints.over()
             if time.monotonic() >= self._retry_at:
                 self._try_to_read()
             return self._value
@@ -57,20 +62,16 @@ class Reloaded(Generic[Value]):
             logger.info("%s changed and was read again", self._names())
         except Exception as error:
             self._retry_at = time.monotonic() + RETRY_S
-            if (complaint := f"{type(error).__name__}: {error}") != self._complaint:
-                self._complaint = complaint
-                said = "%s changed but cannot be used; the old content stays in use: %s"
-                cause = None if isinstance(error, (OSError, ValueError)) else error
-                logger.error(said, self._names(), error, exc_info=cause)
+            self._complaints.log(error, self._names())
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
-        return [_stamp(path) for path in self._paths]
+        return [stamp(path) for path in self._paths]
 
     def _names(self) -> str:
         return ", ".join(map(str, self._paths))
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def stamp(path: Path) -> tuple[int, int, int] | None:
     """Return a value that changes with the file, also if a symbolic link in its path is replaced; None for no file."""
     try:
         status = path.stat()

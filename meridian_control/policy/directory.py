@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from watchfiles import awatch
 
+from meridian_control.common.complaints import Complaints
 from meridian_control.common.errors import (
     EtagMismatch,
     MeridianError,
@@ -20,6 +21,7 @@ from meridian_control.common.errors import (
     StoredPolicyUnreadable,
     Violation,
 )
+from meridian_control.common.reloading_file import stamp
 from meridian_control.policy import formats as forms
 from meridian_control.policy.shortening_kinds import warnings
 from meridian_control.policy.store import EMPTY_ETAG
@@ -56,11 +58,12 @@ class PolicyDirectory:
     ) -> None:
         self.file = folder / forms.FILE_NAME
         self._store, self._on_change, self._clock = store, on_change, clock
-        # The policy that was last put in force from the file, the revision in force then, and the error about the file
-        # that was last logged.
+        # The policy that was last put in force from the file, and the revision in force then.
         self._done: Policy | None = None
         self._done_at = 0
-        self._complaint = ""
+        self._complaints = Complaints(logger, "%s is not put in force: %s", logging.ERROR)
+        # The file's stamp when it last could not be put in force.
+        self._refused = stamp(self.file)
 
     async def put_in_force(self) -> StoredRevision:
         """Put the file's policy in force; if the file or an active rollout prevents that, keep the store's policy.
@@ -74,7 +77,7 @@ class PolicyDirectory:
         except (PolicyError, RolloutActive) as error:
             if (current := await self._store.current()) is None:
                 raise
-            self._log(error)
+            self._complain(error)
             return current
         current = await self._store.current()
         assert current is not None
@@ -122,12 +125,13 @@ class PolicyDirectory:
         ):
             try:
                 await self.read()
-                self._complaint = ""
+                self._complaints.over()
             except MeridianError as error:
-                self._log(error)
+                self._complain(error)
 
-    def _log(self, error: MeridianError) -> None:
-        """Log an error about the file once, even if the file is read repeatedly."""
-        if str(error) != self._complaint:
-            self._complaint = str(error)
-            logger.error("%s is not put in force: %s", self.file, "; ".join(str(error).splitlines()))
+    def _complain(self, error: MeridianError) -> None:
+        """Log an error once for each change of the file, even if the file is read repeatedly."""
+        if (refused := stamp(self.file)) != self._refused:
+            self._refused = refused
+            self._complaints.over()
+        self._complaints.log(error, self.file)

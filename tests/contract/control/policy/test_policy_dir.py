@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from meridian_control.common.errors import PolicyError
+from meridian_control.common.errors import PolicyError, StoreUnavailable
+from meridian_control.policy import directory as policy_dir
 from meridian_control.policy.directory import AUTHOR, PolicyDirectory
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.initial import initial_policy
@@ -112,6 +113,52 @@ async def test_a_bad_file_changes_nothing(
         mounted.put("fallback.lease_ms = 700")
         await until(lambda: len(changes) == 2)
     assert [record.levelno for record in caplog.records if record.name.startswith("meridian")] == [logging.ERROR] * 3
+
+
+async def test_an_error_that_lasts_is_logged_once_and_one_that_comes_back_again(
+    store: PolicyStore, mounted: ConfigMap, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails in two ways by turns, while the file is read at every poll."""
+    monkeypatch.setattr(policy_dir, "POLL_MS", 20)
+    reads, away = [0], [False]
+
+    class Counted(PolicyDirectory):
+        async def read(self) -> None:
+            reads[0] += 1
+            if away[0]:
+                raise StoreUnavailable(("refused", "no answer")[reads[0] % 2])
+            await super().read()
+
+    async def logged(number: int) -> list[str]:
+        """Return the errors in the log, once there are so many, and the file has been read five times more."""
+        await until(lambda: len(errors()) >= number)
+        enough = reads[0] + 5
+        await until(lambda: reads[0] >= enough)
+        return [text.partition(" is not put in force: ")[2] for text in errors()]
+
+    def errors() -> list[str]:
+        return [record.message for record in caplog.records if record.levelno == logging.ERROR]
+
+    good, bad, worse = "fallback.lease_ms = 500", "entropy.ema_alpha = 2", "entropy.ema_alpha = 3"
+    mounted.put(good)
+    directory = Counted(mounted.folder, store, lambda _: None, lambda: NOW)
+    await directory.put_in_force()
+    watcher = asyncio.create_task(directory.watch())
+    expected: list[str] = []
+    for text in (bad, worse, bad, good, bad):
+        mounted.put(text)
+        if text != good:
+            expected.append(f"{directory.file}:1: entropy.ema_alpha must be in (0, 1]; got {text[-1]}")
+        assert await logged(len(expected)) == expected
+    mounted.put(good)
+    assert await logged(4) == expected
+    for _ in range(2):
+        away[0] = True
+        found = await logged(len(expected) + 2)
+        assert sorted(found[len(expected) :]) == ["no answer", "refused"]
+        expected, away[0] = found, False
+        assert await logged(len(found)) == found
+    watcher.cancel()
 
 
 async def test_an_unchanged_file_leaves_changes_alone(store: PolicyStore, mounted: ConfigMap) -> None:

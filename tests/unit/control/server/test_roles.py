@@ -354,6 +354,8 @@ def test_files_are_read_when_they_change(tmp_path: Path, caplog: pytest.LogCaptu
     os.replace(tmp_path / "link", file)
     assert found.get() == [2]
     file.write_text(bad)
+    assert found.get() == [2]
+    assert sum("cannot be used" in message for message in caplog.messages) == 3, "the error has come back"
     with pytest.raises((json.JSONDecodeError, RecursionError)):
         Reloaded([file], read)
 
