@@ -139,7 +139,7 @@ proto: $(VENV)/ready ## generate the protobuf code again
 # packages, and a check of these packages for known vulnerabilities.
 RELEASE := build/release
 dist: $(RELEASE)/ready ## build the wheels, byte for byte the same for one commit
-	rm -f dist/*.whl dist/provenance.*
+	rm -f dist/*.whl
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(RELEASE)/bin/python -m hatchling build -t wheel -d dist
 	cd deploy/relay && SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
 		$(abspath $(RELEASE))/bin/python -m hatchling build -t wheel -d $(CURDIR)/dist
@@ -162,14 +162,6 @@ sbom: $(RELEASE)/ready ## write the bill of materials of the locked packages
 	$(RELEASE)/bin/uv pip install --quiet --python build/locked/bin/python --require-hashes -r deploy/requirements.lock
 	$(RELEASE)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		-o dist/sbom.cdx.json build/locked/bin/python
-
-# KEY: the builder's private Ed25519 key, a PEM file without a passphrase.
-.PHONY: provenance
-provenance: dist sbom ## write a SLSA provenance statement about the wheels and the bill of materials, and verify it
-	$(RELEASE)/bin/python -m deploy.provenance dist/*.whl dist/sbom.cdx.json $(if $(KEY),--key $(KEY))
-	$(RELEASE)/bin/python deploy/verify_provenance.py dist/provenance.json
-	$(if $(KEY),openssl pkey -in $(KEY) -pubout -out build/key.pub)
-	$(if $(KEY),$(RELEASE)/bin/python deploy/verify_provenance.py dist/provenance.intoto.jsonl --key build/key.pub)
 
 audit: $(RELEASE)/ready ## check the locked packages for known vulnerabilities
 	$(RELEASE)/bin/pip-audit --strict --disable-pip --require-hashes -r deploy/requirements.lock
