@@ -8,7 +8,7 @@ object belongs to one session.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 from weakref import proxy
 
 from meridian.v1 import agent_pb2
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from meridian_control.policy.section import Section
 
 T = TypeVar("T")
+P = ParamSpec("P")
 # Reason of a probe whose result no rule reads: the result only judges what an earlier end would have changed.
 UNREAD_PROBE = "harm"
 
@@ -272,10 +273,10 @@ class Part:
         records of other parts."""
 
 
-def having(parts: Iterable[T], base: type[T], method: str) -> list[T]:
+def having(parts: Iterable[T], method: Callable[..., Any]) -> list[T]:
     """Return the parts that have a method of their own in place of that of the base class, so that the others are not
     called."""
-    return [part for part in parts if getattr(type(part), method) is not getattr(base, method)]
+    return [part for part in parts if getattr(type(part), method.__name__) is not method]
 
 
 # Makes the part of a capability in a stream; None if the engine cannot do what the capability needs.
@@ -294,25 +295,43 @@ class Parts:
     def __init__(self, stream: Stream, makers: Iterable[PartMaker]) -> None:
         weak: Stream = proxy(stream)
         self.all = [part for make in makers if (part := make(weak)) is not None]
-        self._policy_begins = self._having("policy_begins")
-        self._policy_changed = self._having("policy_changed")
-        self._revise = self._having("revise")
-        self._shortened = self._having("shortened")
-        self._rest = self._having("rest")
-        self._snapshot_begins = self._having("snapshot_begins")
-        self._snapshot_ends = self._having("snapshot_ends")
-        self._report_begins = self._having("report_begins")
-        self._opened = self._having("opened")
-        self._probed = self._having("probed")
-        self._reported = self._having("reported")
-        self._ends = self._having("ends")
-        self._thinking_ended = self._having("thinking_ended")
-        self._closed = self._having("closed")
-        self._decide = self._having("decide")
-        self._stream_ended = self._having("stream_ended")
+        self.policy_begins = self._calls(Part.policy_begins)
+        self.policy_changed = self._calls(Part.policy_changed)
+        self.revise = self._calls(Part.revise)
+        self.shortened = self._calls(Part.shortened)
+        self.rest = self._calls(Part.rest)
+        self.snapshot_begins = self._work(Part.snapshot_begins)
+        self.snapshot_ends = self._work(Part.snapshot_ends)
+        self.report_begins = self._work(Part.report_begins)
+        self.opened = self._calls(Part.opened)
+        self.probed = self._calls(Part.probed)
+        self.reported = self._work(Part.reported)
+        self.ends = self._work(Part.ends)
+        self.thinking_ended = self._calls(Part.thinking_ended)
+        self.closed = self._calls(Part.closed)
+        self.decide = self._work(Part.decide)
+        self.stream_ended = self._calls(Part.stream_ended)
 
-    def _having(self, method: str) -> list[Part]:
-        return having(self.all, Part, method)
+    def _calls(self, method: Callable[Concatenate[Part, P], None]) -> Callable[P, None]:
+        """Return a function that calls this method of each part that has it."""
+        parts, name = having(self.all, method), method.__name__
+
+        def call(*args: P.args, **named: P.kwargs) -> None:
+            for part in parts:
+                getattr(part, name)(*args, **named)
+
+        return call
+
+    def _work(self, method: Callable[Concatenate[Part, P], Sliced[None] | None]) -> Callable[P, Sliced[None]]:
+        """Return a function that does the work of this method of each part that has it."""
+        parts, name = having(self.all, method), method.__name__
+
+        def work(*args: P.args, **named: P.kwargs) -> Sliced[None]:
+            for part in parts:
+                if (sliced := getattr(part, name)(*args, **named)) is not None:
+                    yield from sliced
+
+        return work
 
     def of(self, kind: type[AnyPart]) -> AnyPart:
         """Return the part of this class. Raises LookupError if the stream has none."""
@@ -320,76 +339,6 @@ class Parts:
             if isinstance(part, kind):
                 return part
         raise LookupError(f"the stream has no {kind.__name__}")
-
-    def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
-        for part in self._policy_begins:
-            part.policy_begins(revision, policy, now)
-
-    def policy_changed(self, now: datetime) -> None:
-        for part in self._policy_changed:
-            part.policy_changed(now)
-
-    def revise(self) -> None:
-        for part in self._revise:
-            part.revise()
-
-    def shortened(self) -> None:
-        for part in self._shortened:
-            part.shortened()
-
-    def rest(self, now: datetime) -> None:
-        for part in self._rest:
-            part.rest(now)
-
-    def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> Sliced[None]:
-        for part in self._snapshot_begins:
-            if (work := part.snapshot_begins(snapshot)) is not None:
-                yield from work
-
-    def snapshot_ends(self, now: datetime) -> Sliced[None]:
-        for part in self._snapshot_ends:
-            if (work := part.snapshot_ends(now)) is not None:
-                yield from work
-
-    def report_begins(self, now: datetime, decides: bool) -> Sliced[None]:
-        for part in self._report_begins:
-            if (work := part.report_begins(now, decides)) is not None:
-                yield from work
-
-    def opened(self, slots: Sequence[int]) -> None:
-        for part in self._opened:
-            part.opened(slots)
-
-    def probed(self, results: Sequence[ProbeResult]) -> None:
-        for part in self._probed:
-            part.probed(results)
-
-    def reported(self, report: agent_pb2.StepReport, now: datetime) -> Sliced[None]:
-        for part in self._reported:
-            if (work := part.reported(report, now)) is not None:
-                yield from work
-
-    def ends(self, turn: Turn) -> Sliced[None]:
-        for part in self._ends:
-            if (work := part.ends(turn)) is not None:
-                yield from work
-
-    def thinking_ended(self, ends: Sequence[tuple[int, str]]) -> None:
-        for part in self._thinking_ended:
-            part.thinking_ended(ends)
-
-    def closed(self, rows: Sequence[agent_pb2.RequestClosed], governed: bool) -> None:
-        for part in self._closed:
-            part.closed(rows, governed)
-
-    def decide(self, turn: Turn) -> Sliced[None]:
-        for part in self._decide:
-            if (work := part.decide(turn)) is not None:
-                yield from work
-
-    def stream_ended(self, now: datetime, followed: bool) -> None:
-        for part in self._stream_ended:
-            part.stream_ended(now, followed)
 
 
 @dataclass(frozen=True)

@@ -95,13 +95,13 @@ class Fleet:
         self.parts = {
             capability.name: capability.fleet(self) for capability in capabilities if capability.fleet is not None
         }
-        sharing = {name for name, part in self.parts.items() if having([part], FleetPart, "stream")}
+        sharing = {name for name, part in self.parts.items() if having([part], FleetPart.stream)}
         makers = [
             self.parts[capability.name].stream if capability.name in sharing else capability.stream
             for capability in capabilities
         ]
         self._makers = [make for make in makers if make is not None]
-        self._show_engine = having(self.parts.values(), FleetPart, "show_engine")
+        self._show_engine = having(self.parts.values(), FleetPart.show_engine)
 
     def join(
         self, hello: agent_pb2.Hello, refresh: Callable[[], Awaitable[None]] | None = None, who: str = ""
