@@ -20,8 +20,6 @@ import grpc
 import tomli_w
 import typer
 import yaml
-from google.protobuf import json_format
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
@@ -43,6 +41,7 @@ from meridian_control.common.environment import BadVariable, read
 from meridian_control.common.errors import PolicyError
 from meridian_control.common.look import time_text
 from meridian_control.common.paging import MAX_PAGE_SIZE
+from meridian_control.common.plain_data import plain
 from meridian_control.common.plain_text import UNPRINTABLE, printable, printable_document
 from meridian_control.offline.trace_file import FileError
 
@@ -200,7 +199,7 @@ def show(messages: Sequence[Message], output: Output, rows: Table, empty: str) -
             say(empty)
         return
     name = re.sub("(?<=.)(?=[A-Z])", "_", messages[0].DESCRIPTOR.name).lower() if messages else ""
-    show_value([as_dict(message) for message in messages], output, name)
+    show_value([plain(message) for message in messages], output, name)
 
 
 def show_value(value: Any, output: Output, name: str = "") -> None:
@@ -218,32 +217,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     return [_without_none(entry) for entry in value if entry is not None] if isinstance(value, list) else value
-
-
-def as_dict(message: Message) -> dict[str, Any]:
-    """Return a message's fields by name: numbers as numbers, None for a number that is not known or not finite, and
-    times and enumerations as text."""
-    fields = json_format.MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return {name: _plain(value, message.DESCRIPTOR.fields_by_name[name]) for name, value in fields.items()}
-
-
-def _plain(value: Any, field: Any) -> Any:
-    """Return a value of protobuf's JSON form, which writes 64-bit integers and not-a-number as strings, as a number."""
-    if isinstance(value, list):
-        return [_plain(entry, field) for entry in value]
-    kind = field.message_type
-    if kind is not None and kind.GetOptions().map_entry:
-        entry = kind.fields_by_name["value"]
-        return {key: _plain(one, entry) for key, one in value.items()}
-    if kind is not None and isinstance(value, dict) and not kind.full_name.startswith("google.protobuf."):
-        return {name: _plain(one, kind.fields_by_name[name]) for name, one in value.items()}
-    if not isinstance(value, str):
-        return value
-    if field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64):
-        return int(value)
-    return None if field.cpp_type in (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE) else value
 
 
 class PlainConsole(Console):

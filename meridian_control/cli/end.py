@@ -15,7 +15,6 @@ from meridian_control.cli.console import (
     LONGEST_REQUEST_ID,
     Output,
     OutputOption,
-    as_dict,
     connect,
     fail,
     finite,
@@ -24,6 +23,7 @@ from meridian_control.cli.console import (
     show_value,
 )
 from meridian_control.common.enum_names import outcome_name
+from meridian_control.common.plain_data import plain
 
 State = fleet_pb2.EndThinkingState
 # For each state in which the call makes no decision: the reason, after the request's name.
@@ -66,7 +66,7 @@ def end(
     with connect(context) as client:
         answer = client.fleet.EndThinking(asked, timeout=CALL_TIMEOUT_S)
     if not output.is_table:
-        show_value(as_dict(answer), output)
+        show_value(plain(answer), output)
     who = f"request {answer.request_id} on {answer.engine_id}"
     if (why := NOT_ENDED.get(answer.state)) is not None:
         fail(FAILED, f"{who} {why}")

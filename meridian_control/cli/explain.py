@@ -23,7 +23,6 @@ from meridian_control.cli.console import (
     OutputOption,
     SinceOption,
     add,
-    as_dict,
     connect,
     console,
     fail,
@@ -47,6 +46,7 @@ from meridian_control.cli.tables import (
 )
 from meridian_control.common.decision_words import KINDS, decision_text, event_text, outcome_text, why
 from meridian_control.common.look import percent, phase_text
+from meridian_control.common.plain_data import plain
 
 
 def explain(
@@ -63,7 +63,7 @@ def explain(
         answer = client.fleet.ExplainRequest(asked, timeout=CALL_TIMEOUT_S)
     warn_unreachable(answer.unreachable_replicas)
     if not output.is_table:
-        show_value(as_dict(answer), output)
+        show_value(plain(answer), output)
         return
     terminal = console()
     for line in _heading(answer):
@@ -139,9 +139,9 @@ def shadow(
     warn_unreachable(unreachable)
     engines = of_engine(listed, engine)
     if not output.is_table:
-        shadow_rows = [{"engine_id": e.engine_id, **as_dict(row)} for e in engines for row in e.shadow]
+        shadow_rows = [{"engine_id": e.engine_id, **plain(row)} for e in engines for row in e.shadow]
         moved = [e for e in engines if e.HasField("shadow_handovers")]
-        shadow_rows += [{"engine_id": e.engine_id, "section": "disagg", **as_dict(e.shadow_handovers)} for e in moved]
+        shadow_rows += [{"engine_id": e.engine_id, "section": "disagg", **plain(e.shadow_handovers)} for e in moved]
         show_value(shadow_rows, output, "shadow")
         return
     columns = "since revision", "thinking ended", "would end", "at, mean", "tokens saved", "of thinking"
@@ -167,8 +167,8 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
         found = _self_calibrations(client)
     warn_unreachable(answer.unreachable_replicas)
     if not output.is_table:
-        listed = {"self_calibrations": [as_dict(each) for each in found]} if found else {}
-        show_value(as_dict(answer) | listed, output)
+        listed = {"self_calibrations": [plain(each) for each in found]} if found else {}
+        show_value(plain(answer) | listed, output)
         return
     terminal = console()
     if found:

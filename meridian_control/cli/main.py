@@ -31,7 +31,6 @@ from meridian_control.cli.console import (
     Target,
     WatchOption,
     add,
-    as_dict,
     connect,
     console,
     fail,
@@ -80,6 +79,7 @@ from meridian_control.cli.top import top
 from meridian_control.cli.trace import calibrate, record, replay
 from meridian_control.common.client_credentials import VARIABLES, ClientCredentials
 from meridian_control.common.enum_names import entropy_backend_name
+from meridian_control.common.plain_data import plain
 from meridian_control.journal.request_ids import is_called
 
 POLL_INTERVAL_S = 0.3
@@ -282,7 +282,7 @@ def pressure(
         else:
             say("no pressure entry of the policy in force applies to a connected engine")
         return
-    pressure_rows = [{"engine_id": e.engine_id, **as_dict(row)} for e in rows for row in e.pressures]
+    pressure_rows = [{"engine_id": e.engine_id, **plain(row)} for e in rows for row in e.pressures]
     show_value(pressure_rows, output, "pressures")
 
 

@@ -24,7 +24,6 @@ from meridian_control.cli.console import (
     Output,
     OutputOption,
     add,
-    as_dict,
     connect,
     console,
     fail,
@@ -40,6 +39,7 @@ from meridian_control.cli.console import (
     stamp_text,
 )
 from meridian_control.common.errors import PolicyError
+from meridian_control.common.plain_data import plain
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from meridian_control.policy.diff import diff
@@ -72,7 +72,7 @@ def policy_get(context: typer.Context, revision: Revision = 0, output: OutputOpt
     with connect(context) as client:
         stored = current(client, revision)
     if output in (Output.json, Output.yaml):
-        show_value(as_dict(stored), output)
+        show_value(plain(stored), output)
         return
     policy = _readable(stored.policy)
     if output.is_table:
@@ -268,7 +268,7 @@ def policy_explain(
         say(f"revision {answer.revision}")
         console().print(_rows(("field", "value", "from"), [(row.path, row.value, row.origin) for row in answer.values]))
     else:
-        show_value([{"revision": answer.revision, **as_dict(row)} for row in answer.values], output)
+        show_value([{"revision": answer.revision, **plain(row)} for row in answer.values], output)
 
 
 def current(client: Client, revision: int = 0) -> policy_pb2.PolicyRevision:

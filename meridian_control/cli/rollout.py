@@ -23,7 +23,6 @@ from meridian_control.cli.console import (
     Output,
     OutputOption,
     add,
-    as_dict,
     connect,
     console,
     fail,
@@ -37,6 +36,7 @@ from meridian_control.cli.console import (
     stamp_text,
 )
 from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, change_table, print_warnings
+from meridian_control.common.plain_data import plain
 from meridian_control.policy import formats as forms
 from meridian_control.rollout.plan import Plan
 
@@ -192,7 +192,7 @@ def _rollout(client: Client, rollout_id: int) -> rollout_pb2.Rollout:
 
 def _print(rollout: rollout_pb2.Rollout, output: Output) -> None:
     if not output.is_table:
-        show_value(as_dict(rollout), output)
+        show_value(plain(rollout), output)
         return
     parts: list[Table | str] = [_facts(rollout), "", _steps(rollout)]
     if rollout.guardrails:

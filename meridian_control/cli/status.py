@@ -24,7 +24,6 @@ from meridian_control.cli.console import (
     OutputOption,
     WatchOption,
     add,
-    as_dict,
     connect,
     console,
     error_lines,
@@ -42,6 +41,7 @@ from meridian_control.cli.rollout import short_text
 from meridian_control.cli.tables import saved_text, whole_harm_text
 from meridian_control.common.engine_words import condition, names_text, trouble_text, troubles
 from meridian_control.common.look import percent
+from meridian_control.common.plain_data import plain
 
 # Number of freezes that a line shows.
 SHOWN = 3
@@ -140,8 +140,8 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _document(facts: Facts) -> dict[str, Any]:
     """Return the facts as plain data, without the fields of the policy."""
-    policy, live, savings = facts.policy, connected(facts.engines), as_dict(facts.savings)
-    header = {} if policy is None else as_dict(policy)
+    policy, live, savings = facts.policy, connected(facts.engines), plain(facts.savings)
+    header = {} if policy is None else plain(policy)
     header.pop("policy", None)
     troubles = {what.replace(" ", "_"): ids for what, ids in _troubles(facts.engines).items()}
     return {
@@ -149,11 +149,11 @@ def _document(facts: Facts) -> dict[str, Any]:
         "policy": header or None,
         "engines": {"connected": len(live), **troubles},
         "requests": _requests(live),
-        "rollout": as_dict(facts.rollout) if facts.rollout is not None else None,
-        "freezes": [as_dict(entry) for entry in facts.freezes],
+        "rollout": plain(facts.rollout) if facts.rollout is not None else None,
+        "freezes": [plain(entry) for entry in facts.freezes],
         "savings": {name: savings.get(name) for name in SAVINGS} if facts.savings.in_force else None,
         "withdrawn_revision": facts.withdrawn_revision,
-        "budgets": [as_dict(row) for row in facts.budgets],
+        "budgets": [plain(row) for row in facts.budgets],
         "pressure": _levels(live),
         "not_known": facts.not_known,
     }

@@ -185,10 +185,10 @@ async def test_the_page_compares_treated_requests_with_the_control_group(tmp_pat
         await guard.tick()
         told = await first_event(session, address)
         (row,) = told["savings"]
-        assert (row["in_force"], row["since_revision"]) == (True, str(stored.revision))
+        assert (row["in_force"], row["since_revision"]) == (True, stored.revision)
         assert row["saved_ratio"]["value"] == 0.5
         assert row["harm_ratio"]["low"] < 0.5 < row["harm_ratio"]["high"]
-        assert (row["forced_ends"]["reentries"], row["natural_ends"]["ends"]) == ("12", "30")
+        assert (row["forced_ends"]["reentries"], row["natural_ends"]["ends"]) == (12, 30)
         assert told["withdrawn"] == ""
         cap, rules = row["kinds"]
         assert (cap["text"], cap["level"]) == ("the policy's cap", "bad")

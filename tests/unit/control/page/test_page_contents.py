@@ -146,7 +146,12 @@ def test_an_engine_under_pressure_stands_out() -> None:
 def test_zero_was_measured_and_nan_was_not() -> None:
     told = plain(fleet_pb2.LoggedDecision(comparisons=[fleet_pb2.Comparison(value=0.0), fleet_pb2.Comparison()]))
     assert told["comparisons"][0]["value"] == 0
-    assert "value" not in plain(fleet_pb2.Comparison(value=float("nan")))
+    assert plain(fleet_pb2.Comparison(value=float("nan")))["value"] is None
+
+
+def test_a_text_that_reads_like_no_number_stays() -> None:
+    told = plain(fleet_pb2.LoggedDecision(request_id="NaN", tenant="Infinity", revision=7))
+    assert (told["request_id"], told["tenant"], told["revision"]) == ("NaN", "Infinity", 7)
 
 
 def test_harm_and_drift_stand_beside_each_other() -> None:
