@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import text
 
+from meridian_control.common.complaints import Complaints
 from meridian_control.common.errors import NotLeading, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -121,16 +122,14 @@ class Replicas:
 
     async def run(self) -> None:
         """Call `beat` every HEARTBEAT_S seconds until cancelled."""
-        reached = True
+        complaints = Complaints(logger, "this replica cannot announce itself to the other replicas: %s")
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
                 await self.beat()
-                reached = True
+                complaints.over()
             except StoreUnavailable as error:
-                if reached:
-                    logger.warning("this replica cannot announce itself to the other replicas: %s", error)
-                reached = False
+                complaints.log(error)
 
     async def fence(self, connection: AsyncConnection) -> None:
         """Keep the lead until the connection's transaction ends. Raises NotLeading if another replica has led

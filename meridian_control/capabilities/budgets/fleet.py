@@ -16,6 +16,7 @@ from meridian_control.capabilities.budgets import metrics, shown
 from meridian_control.capabilities.budgets.charges import TenantUsage
 from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
 from meridian_control.capabilities.budgets.stream import EngineBudgets
+from meridian_control.common.complaints import Complaints
 from meridian_control.common.enum_names import stage_name
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.common.slices import at_once
@@ -50,8 +51,7 @@ class BudgetSharing(FleetPart):
     def __init__(self, fleet: Fleet) -> None:
         self.fleet, self.budgets, self.tenants = fleet, FleetBudgets(), TenantUsage()
         self._store: BudgetStore | None = None
-        # Whether the store has answered the newest exchange.
-        self._reached = True
+        self._exchanging = Complaints(logger, "the usage of thinking budgets is kept in memory: %s")
         self._sharing = asyncio.Lock()
 
     def attach(self, beside: Beside) -> None:
@@ -107,11 +107,9 @@ class BudgetSharing(FleetPart):
             return
         try:
             await self.budgets.share(self._store, self.fleet.clock())
-            self._reached = True
+            self._exchanging.over()
         except StoreUnavailable as error:
-            if self._reached:
-                logger.warning("the usage of thinking budgets is kept in memory: %s", error)
-            self._reached = False
+            self._exchanging.log(error)
 
     def _log_changes(self, before: Mapping[str, int]) -> None:
         budgets, now = self.budgets, self.fleet.clock()

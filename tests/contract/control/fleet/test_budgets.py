@@ -144,7 +144,7 @@ async def test_a_budget_shortens_requests_until_it_is_raised(control: Control) -
 
 
 async def test_usage_outlives_a_restart_and_a_store_that_is_away(
-    control: Control, monkeypatch: pytest.MonkeyPatch
+    control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with thinking(control, budgeted(80)) as engine:
         await control.fleet.part(BudgetSharing).tick()
@@ -155,6 +155,12 @@ async def test_usage_outlives_a_restart_and_a_store_that_is_away(
             assert (acme.used_tokens, acme.unsaved_tokens, acme.stage) == (55, 40, SOFT_CLOSE)
         await control.fleet.part(BudgetSharing).tick()
         assert (await listed(control)).budgets[0].unsaved_tokens == 0
+        with store_away(control, monkeypatch):
+            for _ in range(2):
+                await control.fleet.part(BudgetSharing).tick()
+        kept = "the usage of thinking budgets is kept in memory: policy store: away"
+        assert caplog.messages.count(kept) == 2, "an outage is logged once, and the next one again"
+        await control.fleet.part(BudgetSharing).tick()
         await control.kill()
         await control.start()
         acme, _ = (await listed(control)).budgets
