@@ -125,9 +125,12 @@ def _clock(time: Timestamp) -> str:
 def _is_meant(engine: fleet_pb2.Engine, stored: freeze_pb2.StoredFreeze) -> bool:
     if stored.freeze_id in engine.freeze.freeze_ids:
         return True
-    labels = tuple(stored.match.engine_labels.items())
-    match = Match(tuple(stored.match.engine_ids), stored.match.model, labels)
-    return match.matches(engine.engine_id, engine.model, engine.labels)
+    return _match(stored).matches(engine.engine_id, engine.model, engine.labels)
+
+
+def _match(stored: freeze_pb2.StoredFreeze) -> Match:
+    labels = tuple(sorted(stored.match.engine_labels.items()))
+    return Match(tuple(stored.match.engine_ids), stored.match.model, labels)
 
 
 def _is_frozen(engine: fleet_pb2.Engine, stored: freeze_pb2.StoredFreeze) -> bool:
@@ -165,8 +168,5 @@ def in_force(client: Client) -> list[freeze_pb2.StoredFreeze]:
 def _table(rows: Sequence[freeze_pb2.StoredFreeze]) -> Table:
     shown = new_table("freeze", "until", "engines", "author", "reason")
     for row in rows:
-        labels = (f"{name}={value}" for name, value in sorted(row.match.engine_labels.items()))
-        model = (f"model {row.match.model}",) if row.match.model else ()
-        engines = " ".join((*row.match.engine_ids, *model, *labels)) or "all"
-        add(shown, row.freeze_id, stamp_text(row.end_time), engines, row.author, row.reason)
+        add(shown, row.freeze_id, stamp_text(row.end_time), _match(row), row.author, row.reason)
     return shown

@@ -33,6 +33,11 @@ class Match:
             return False
         return all(labels.get(name) == value for name, value in self.engine_labels)
 
+    def __str__(self) -> str:
+        """Return whom the freeze concerns, in words."""
+        parts = (*self.engine_ids, *([f"model {self.model}"] if self.model else []))
+        return ", ".join((*parts, *(f"{name}={value}" for name, value in self.engine_labels))) or "every engine"
+
 
 @dataclass(frozen=True)
 class Freeze:

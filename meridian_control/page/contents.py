@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
     from datetime import datetime
 
-    from meridian_control.engine.freeze_state import Freeze, Match
+    from meridian_control.engine.freeze_state import Freeze
     from meridian_control.fleet.part import FleetPart
     from meridian_control.fleet.whole_fleet import WholeFleet
     from meridian_control.policy.store import PolicyStore, RevisionHeader
@@ -285,7 +285,7 @@ def freeze_row(freeze: Freeze, engines: Iterable[fleet_pb2.Engine], now: datetim
     reached = [engine for engine in engines if freeze.freeze_id in engine.freeze.freeze_ids]
     return {
         "freeze_id": freeze.freeze_id,
-        "match": match_text(freeze.match),
+        "match": str(freeze.match),
         "author": freeze.author,
         "reason": freeze.reason,
         "left": lasting(freeze.remaining(now).total_seconds()),
@@ -293,11 +293,6 @@ def freeze_row(freeze: Freeze, engines: Iterable[fleet_pb2.Engine], now: datetim
         "engines": len(reached),
         "confirmed": sum(engine.freeze.confirmed for engine in reached),
     }
-
-
-def match_text(match: Match) -> str:
-    parts = [*match.engine_ids, *([f"model {match.model}"] if match.model else [])]
-    return ", ".join((*parts, *(f"{name}={value}" for name, value in match.engine_labels))) or "every engine"
 
 
 def request_row(request: fleet_pb2.LiveRequest) -> dict[str, Any]:

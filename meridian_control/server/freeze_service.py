@@ -47,7 +47,7 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
         logger.warning(
             "freeze %d of %s until %s by %s",
             stored.freeze_id,
-            "all engines" if stored.match == Match() else stored.match,
+            stored.match,
             time_text(stored.end_time),
             said_by(request.author, request.reason),
         )

@@ -18,6 +18,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group.experiments import kind_of, rules_of
 from meridian_control.capabilities.control_group.savings import WITHDRAWER, evidence_of, merged
+from meridian_control.capabilities.control_group.shown import harm_sentence
 from meridian_control.common.drift_bins import SIGNALS, drift_bins, where
 from meridian_control.common.errors import EtagMismatch
 from meridian_control.common.inference import SequentialTest, ShiftTest
@@ -164,7 +165,7 @@ class HarmGuard:
         for savings in newest.savings:
             proved = [harm for harm in savings.kinds if harm.evidence_ratio >= 1 and harm.HasField("harm_ratio")]
             if proved:
-                reason = "; ".join(_harm(savings, harm) for harm in proved)
+                reason = "; ".join(harm_sentence(savings, harm) for harm in proved)
                 await self._withdraw(savings, [kind_of(harm) for harm in proved], reason)
             elif savings.drift_evidence_ratio >= 1:
                 await self._withdraw(savings, [ENTROPY], _drift(savings))
@@ -204,13 +205,6 @@ class HarmGuard:
         # The engines get the revision also if the store cannot be read now.
         self._put_in_force(stored)
         await self._rollouts.look()
-
-
-def _harm(savings: fleet_pb2.Savings, harm: fleet_pb2.ShorteningHarm) -> str:
-    return (
-        f"{kind_of(harm).text}: {harm.harmful} of {harm.judged} answers of the control group would have changed under "
-        f"the rules of revision {savings.since_revision}, more than entropy.max_loss {savings.max_loss:g} allows"
-    )
 
 
 def _drift(savings: fleet_pb2.Savings) -> str:

@@ -28,7 +28,7 @@ def entries(compared: fleet_pb2.GetSavingsResponse, policies: Iterable[Policy]) 
     engines."""
     harms = harming(compared.savings, policies)
     rows = [savings_row(row, [h for s, h in harms if s is row]) for row in compared.savings[:MAX_SAVINGS]]
-    sentences = [harm_sentence(*harm) for harm in harms]
+    sentences = [f"{harm_sentence(*harm)}." for harm in harms]
     entry = {"savings": rows, "withdrawn": withdrawal_text(compared), "harm": sentences}
     return Shown(entry, troubles=len(sentences))
 
@@ -66,9 +66,10 @@ def _harm(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2
 
 
 def harm_sentence(savings: fleet_pb2.Savings, harm: fleet_pb2.ShorteningHarm) -> str:
+    """Return in words that a kind of shortening harms too many answers, for the page, the log and the audit."""
     return (
         f"{kind_of(harm).text} would have changed {harm.harmful} of {harm.judged} answers of the control group, more "
-        f"than entropy.max_loss {savings.max_loss:g} allows."
+        f"than entropy.max_loss {savings.max_loss:g} allows"
     )
 
 

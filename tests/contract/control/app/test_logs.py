@@ -100,7 +100,7 @@ def test_changes_and_their_authors(control: Logged, tmp_path: Path) -> None:
     assert control.line("policy revision 3").endswith(
         rf"policy revision 3 by bob\nCRITICAL forged {where}: rollback to revision 1"
     )
-    assert " WARNING " in control.line("freeze 1 of all engines until")
+    assert " WARNING " in control.line("freeze 1 of every engine until")
     assert control.line("freeze 1 of").endswith(f"Z by ann {where}: incident 7")
     assert control.line("freeze 1 is thawed").endswith(f"freeze 1 is thawed by an unnamed caller {where}")
     assert control.line("rollout 1 is started").endswith(f"rollout 1 is started by ann {where}: try")

@@ -137,7 +137,7 @@ async def test_only_the_kind_that_does_harm_is_withdrawn(
     assert stored is not None
     assert stored.policy == policy(**{**ALL_KINDS, **withdrawn})
     assert stored.author == WITHDRAWER
-    assert stored.reason.startswith(f"{kind.text}: 20 of ")
+    assert stored.reason.startswith(f"{kind.text} would have changed 20 of ")
     assert "\n" not in stored.reason
 
 

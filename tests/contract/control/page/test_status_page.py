@@ -202,7 +202,7 @@ async def test_the_page_compares_treated_requests_with_the_control_group(tmp_pat
         # A viewer of a capability's own table gets what is so now.
         now = await first_event(session, address, "budgets")
         assert now["withdrawn"].startswith(f"Revision {stored.revision + 1} withdrew what did harm: ")
-        assert "the entropy rules: 21 of 40" in now["withdrawn"]
+        assert "the entropy rules would have changed 21 of 40" in now["withdrawn"]
         assert now["totals"]["troubled"] == 0
 
 

@@ -19,7 +19,6 @@ from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.page.contents import (
     attention,
     freeze_row,
-    match_text,
     phases,
     rollout_row,
 )
@@ -103,7 +102,7 @@ def test_a_freeze_counts_whom_it_holds_for_and_who_has_confirmed() -> None:
     row = freeze_row(FREEZES[7], engines, NOW)
     assert (row["engines"], row["confirmed"], row["left"], row["match"]) == (2, 1, "9 min", "a*")
     labelled = Match(("a", "b"), "qwen*", (("zone", "eu"),))
-    assert (match_text(labelled), match_text(Match())) == ("a, b, model qwen*, zone=eu", "every engine")
+    assert (str(labelled), str(Match())) == ("a, b, model qwen*, zone=eu", "every engine")
 
 
 def test_phases_have_requests_that_begin_go_on_and_wait() -> None:
