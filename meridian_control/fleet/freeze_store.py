@@ -97,11 +97,7 @@ class FreezeStore:
 
     async def follow(self) -> None:
         """Call `look` when another replica may have changed the store, until cancelled; return at once on SQLite."""
-
-        async def look() -> None:
-            await self.look()
-
-        await self._database.follow(look)
+        await self._database.follow(self.look)
 
 
 def _freeze(row: Row[Any]) -> Freeze:

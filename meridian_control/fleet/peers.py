@@ -23,9 +23,10 @@ from meridian_control.common.channels import NO_PROXY
 from meridian_control.common.errors import NotFound, PermissionDenied, ReplicaUnavailable
 from meridian_control.common.reloading_file import Reloaded
 from meridian_control.fleet.peer_answers import reading
+from meridian_control.fleet.turns import Tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from meridian_control.common.client_credentials import ClientCredentials
     from meridian_control.fleet.membership import Replica
@@ -90,8 +91,8 @@ class Peers:
         # part of a replica's data that was asked for, empty for any.
         self._silent: set[tuple[str, str]] = set()
         self._not_recording: set[str] = set()
-        # Tasks that close channels, and that find out why a replica does not answer.
-        self._closing: set[asyncio.Task[None]] = set()
+        # Close channels, and find out why a replica does not answer; nobody waits for them before `close`.
+        self._tasks = Tasks()
 
     def _peers(self) -> list[Peer]:
         """Return the clients of the replicas that live now, and close the channels to replicas that no longer live."""
@@ -99,7 +100,7 @@ class Peers:
         renewed = (tls := self._tls.get()) is not self._shown
         self._shown = tls
         for replica_id in set(self._known) if renewed else self._known.keys() - live.keys():
-            self._beside(self._known.pop(replica_id).channel.close(CALL_TIMEOUT_S))
+            self._tasks.start(self._known.pop(replica_id).channel.close(CALL_TIMEOUT_S))
         for replica_id in live.keys() - self._known.keys():
             self._known[replica_id] = Peer(live[replica_id], _channel(live[replica_id].address, tls))
         return [self._known[replica_id] for replica_id in sorted(live)]
@@ -168,16 +169,10 @@ class Peers:
             if not self._silent & {(replica_id, ""), (replica_id, part)}:
                 self._silent.add((replica_id, part))
                 # The question does not wait for the look, which may take seconds.
-                self._beside(self._complain(peer, error))
+                self._tasks.start(self._complain(peer, error))
             return []
         self._silent -= {(replica_id, ""), (replica_id, part)}
         return [answer]
-
-    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run work that nobody waits for before `close`."""
-        task = asyncio.create_task(work)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
 
     async def _complain(self, peer: Peer, error: grpc.aio.AioRpcError | ReplicaUnavailable | TimeoutError) -> None:
         logger.warning("replica %s did not answer: %s", peer.replica.replica_id, await self._why(peer, error))
@@ -252,7 +247,7 @@ class Peers:
             call.cancel()
 
     async def close(self) -> None:
-        await asyncio.gather(*(peer.channel.close() for peer in self._known.values()), *self._closing)
+        await asyncio.gather(*(peer.channel.close() for peer in self._known.values()), self._tasks.settle())
         self._known.clear()
 
 

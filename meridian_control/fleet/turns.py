@@ -118,7 +118,8 @@ async def with_pauses(work: Sliced[T]) -> T:
 
 
 class Tasks:
-    """Tasks that wait for the store. No task is cancelled, because a cancelled database driver leaks its connection."""
+    """Tasks that go on beside their callers, such as those that wait for the store. No task is cancelled, because a
+    cancelled database driver leaks its connection."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -130,7 +131,7 @@ class Tasks:
         return task
 
     async def settle(self) -> None:
-        """Wait for the tasks; once all connections are gone, each ends with its next answer from the store."""
+        """Wait for the tasks. Once all connections are gone, those that wait for the store end with its next answer."""
         await asyncio.gather(*self._running, return_exceptions=True)
 
 

@@ -104,15 +104,12 @@ class WholeFleet:
         change the message."""
         now = asyncio.get_running_loop().time()
         if self._look is None or now - self._looked_at >= SHARED_S:
-            self._look, self._looked_at = asyncio.create_task(self._look_at_all()), now
+            self._look, self._looked_at = asyncio.create_task(self.bounded_state()), now
         return await asyncio.shield(self._look)
 
-    async def _look_at_all(self) -> fleet_pb2.WatchFleetResponse:
-        return bounded(await self.state())
-
-    async def watched_here(self) -> fleet_pb2.WatchFleetResponse:
-        """Return the engines and live requests of this replica."""
-        return bounded(await self.state(local_only=True))
+    async def bounded_state(self, local_only: bool = False) -> fleet_pb2.WatchFleetResponse:
+        """Return all engines, and as many live requests as fit into a message."""
+        return bounded(await self.state(local_only=local_only))
 
     async def explain(
         self, request: policy_pb2.ExplainPolicyRequest, unknown: NotFound
@@ -203,12 +200,9 @@ def bounded(state: fleet_pb2.WatchFleetResponse) -> fleet_pb2.WatchFleetResponse
         return state
     requests = sorted(state.requests, key=lambda live: -live.think_tokens)
     del state.requests[:]
-    requests, left_out = (
-        requests[: (fits := fitting(requests, max(0, WATCH_BYTES - state.ByteSize())))],
-        requests[fits:],
-    )
-    state.requests.extend(sorted(requests, key=lambda live: (live.engine_id, live.request_id)))
-    state.requests_left_out = len(left_out)
+    fits = fitting(requests, max(0, WATCH_BYTES - state.ByteSize()))
+    state.requests.extend(sorted(requests[:fits], key=lambda live: (live.engine_id, live.request_id)))
+    state.requests_left_out = len(requests) - fits
     return state
 
 

@@ -85,7 +85,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         interval_s = max(MIN_WATCH_MS, request.interval_ms or WATCH_MS) / 1000
         clock = asyncio.get_running_loop().time
         while not self._stopped.is_set() and not context.cancelled():
-            yield await (self._whole.watched_here() if request.local_only else self._whole.watched())
+            yield await (self._whole.bounded_state(local_only=True) if request.local_only else self._whole.watched())
             # All watchers wake at the same multiples of the interval, so that they share one look at the fleet.
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), interval_s - clock() % interval_s)

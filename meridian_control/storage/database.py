@@ -138,7 +138,7 @@ class Database:
             if not self._in_use:
                 self._unused.set()
 
-    async def follow(self, look: Callable[[], Awaitable[None]]) -> None:
+    async def follow(self, look: Callable[[], Awaitable[object]]) -> None:
         """Call `look` now and whenever another replica may have changed something, until cancelled.
 
         Returns at once on SQLite, which is for one replica. `look` is called again if it raises StoreUnavailable.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.handover import shown
+from meridian_control.engine import think_ends
 from meridian_control.journal.records import Detail
 
 if TYPE_CHECKING:
@@ -36,11 +37,6 @@ WAIT = timedelta(seconds=60)
 KEEP, MAX_CONTINUED = timedelta(seconds=120), 4096
 LIVE, GONE = fleet_pb2.CONTINUED_STATE_LIVE, fleet_pb2.CONTINUED_STATE_GONE
 COMPLETE = fleet_pb2.CONTINUED_STATE_FINISHED
-FINISH_REASONS = (
-    agent_pb2.FINISH_REASON_STOP,
-    agent_pb2.FINISH_REASON_LENGTH,
-    agent_pb2.FINISH_REASON_REPETITION,
-)
 
 # Engine id, incarnation and request id.
 Key = tuple[str, str, str]
@@ -170,7 +166,7 @@ class Handovers:
     def continuation_closed(self, ref: str, key: Key, reason: int, now: datetime) -> None:
         """Note that such a request has ended."""
         if (continued := self._continued.get((ref, key))) is not None:
-            self._change(continued, COMPLETE if reason in FINISH_REASONS else GONE, now)
+            self._change(continued, COMPLETE if reason in think_ends.FINISHED else GONE, now)
 
     def _change(self, continued: _Continued, state: fleet_pb2.ContinuedState.ValueType, now: datetime) -> None:
         continued.message.state, continued.time = state, now
