@@ -29,7 +29,7 @@ from meridian_control.offline.statistics import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -316,7 +316,7 @@ class Halves:
         natural = judge.natural[~np.isnan(judge.natural)]
         return not judge.groups and bool(np.isin(judge.right, (0, 1)).all() and np.isin(natural, (0, 1)).all())
 
-    def best(self, tried: Sequence[Tried], laxer: Callable[[StoppingRule], StoppingRule] = loosened) -> Tried | None:
+    def best(self, tried: Sequence[Tried]) -> Tried | None:
         """Return the rule that saves most within half the allowed loss, and whose bound is within the allowed loss.
 
         The bound is that of the harm with laxer thresholds, because a threshold that the first half only just allows
@@ -329,7 +329,7 @@ class Halves:
                 break
             if candidate.harm > allowed / 2:
                 continue
-            if self._bound(self._harm(self._try(laxer(candidate.rule)).stops, self.fit)) <= allowed:
+            if self._bound(self._harm(self._try(loosened(candidate.rule)).stops, self.fit)) <= allowed:
                 return candidate
         return None
 

@@ -27,12 +27,11 @@ if TYPE_CHECKING:
 class Cuts:
     """All cuts of one request's thinking; entry n keeps n thinking tokens.
 
-    chance: probability of the right answer. confidence: probability of the likeliest answer. likeliest: whether that
-    answer is right. sentence_ends: thinking tokens up to each sentence end.
+    chance: probability of the right answer. likeliest: whether the likeliest answer is right. sentence_ends: thinking
+    tokens up to each sentence end.
     """
 
     chance: list[float]
-    confidence: list[float]
     likeliest: list[bool]
     sentence_ends: list[int]
 
@@ -56,7 +55,7 @@ class Reference:
     def _cuts(self, sample: Sample, completion: Completion) -> Cuts:
         trace = self._subject.trace(sample.prompt, self._subject.ids(sample.prompt), list(completion.tokens))
         ends = [at for at, token in enumerate(trace.thinking, 1) if token == self._stop]
-        return Cuts(trace.chance, trace.confidence, [guess == trace.truth for guess in trace.guess], ends)
+        return Cuts(trace.chance, [guess == trace.truth for guess in trace.guess], ends)
 
 
 def write_labels(path: Path, done: Sequence[tuple[Sample, Completion]], cuts: Sequence[Cuts]) -> None:

@@ -1,14 +1,16 @@
 """Let self-calibration look for rules on recordings of all three tasks: `python -m tests.bench.self_calibrated`.
 
-The recordings are those of `tests.bench.rules_compared`: real engines, real probes. Self-calibration sees what it
-would store, three quarters of the requests without their texts, and judges by trial answers. The rule that it finds is
-then measured on the other quarter by what the model really answers if its thinking ends there.
+The recordings are made with real engines and real probes. Self-calibration sees what it would store, three quarters of
+the requests without their texts, and judges by trial answers. The rule that it finds is then measured on the other
+quarter by what the model really answers if its thinking ends there.
 """
 
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +21,18 @@ from meridian_control.capabilities.self_calibration.episodes import Episode, Sam
 from meridian_control.offline.rule_replay import Replay
 from meridian_control.offline.self_calibration import DELAY_TOKENS, episodes_of, stopping_rule, work
 from tests.bench import harness
-from tests.bench.calibrate import PARAGRAPHS, SENTENCES
+from tests.bench.calibrate import LABELS, PARAGRAPHS, SENTENCES, TRACE, record
+from tests.bench.cuts import Reference
+from tests.bench.driver import Engine
 from tests.bench.harness import Column
-from tests.bench.rules_compared import check, options, recordings
-from tests.bench.tasks import CHAIN, MAZE, RUNNING
+from tests.bench.replay import read
+from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE, RUNNING
 
 if TYPE_CHECKING:
-    from tests.bench.code_stop import Recorded
+    import argparse
+
     from tests.bench.harness import Session
+    from tests.bench.tasks import Task
 
 LOSSES = (0.01, 0.02, 0.05)
 SEEN = 0.75
@@ -48,7 +54,19 @@ COLUMNS = (
 )
 
 
-def rows_of(replay: Recorded) -> list[Episode]:
+def recordings(task: Task, session: Session) -> dict[str, Replay]:
+    """Return both recordings of a task, by the place of their probes; make them if they are missing."""
+    given, folder = session.options, session.options.recordings / task.name
+    if not all((folder / where / LABELS).exists() for where in (SENTENCES, PARAGRAPHS)):
+        session.say(f"{task.name}: recording {given.requests} requests twice")
+        samples, reference = task.samples(CALIBRATION_SEED, given.requests), Reference(task)
+        with closing(Engine(task, folder, given.step_ms)) as engine:
+            for where in (SENTENCES, PARAGRAPHS):
+                record(engine, reference, samples, folder / where, where)
+    return {where: read(folder / where / TRACE, folder / where / LABELS) for where in (SENTENCES, PARAGRAPHS)}
+
+
+def rows_of(replay: Replay) -> list[Episode]:
     """Return all requests of a recording as self-calibration stores them."""
     of = replay.episodes
     samples: list[list[Sample]] = [[] for _ in of.ids]
@@ -63,7 +81,7 @@ def rows_of(replay: Recorded) -> list[Episode]:
     ]
 
 
-def split_of(replay: Recorded, rows: list[Episode], max_loss: float, split: int) -> dict[str, Any]:
+def split_of(replay: Replay, rows: list[Episode], max_loss: float, split: int) -> dict[str, Any]:
     """Return what self-calibration finds on one part of a recording, and what that really does on the rest. rows: all
     requests of the recording."""
     order = random.Random(split).sample(range(len(rows)), len(rows))
@@ -95,8 +113,7 @@ def measure(session: Session) -> dict[str, Any]:
     given, rows = session.options, list[list[Any]]()
     result: dict[str, Any] = {}
     for task in (MAZE, CHAIN, RUNNING):
-        replays = {replay.where: replay for replay in recordings(task, session)}
-        at = {where: (replays[where], rows_of(replays[where])) for where in (SENTENCES, PARAGRAPHS)}
+        at = {where: (replay, rows_of(replay)) for where, replay in recordings(task, session).items()}
         for where, loss in product(at, LOSSES):
             tried = [split_of(*at[where], loss, split) for split in range(given.splits)]
             found = [each for each in tried if "rule" in each]
@@ -111,6 +128,20 @@ def measure(session: Session) -> dict[str, Any]:
     about = TEXT.format(splits=given.splits, step_ms=given.step_ms)
     session.table("What is found", about, COLUMNS, "", rows=rows)
     return result
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--recordings", type=Path, help="folder of the recordings, which are made if it lacks them")
+    add("--requests", type=int, default=1000, help="requests of each recording")
+    add("--step-ms", type=float, default=20.0, help="least duration of a step in ms while recording")
+    add("--splits", type=int, default=10, help="number of splits of a recording into parts at random")
+
+
+def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    given.recordings = given.recordings or given.output / "recordings"
+    if given.splits < 1:
+        parser.error(f"--splits must be at least 1; got {given.splits}")
 
 
 if __name__ == "__main__":

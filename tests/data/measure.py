@@ -68,8 +68,6 @@ class Trace:
     """Entropy right after </think>, before the words that the answer begins with, per position."""
     guess: list[str]
     """The likeliest answer, per position."""
-    confidence: list[float]
-    """Probability of the likeliest answer, per position."""
     chance: list[float]
     """Probability of the true answer, per position."""
 
@@ -128,7 +126,6 @@ class Subject:
             entropy,
             bare,
             self.tokenizer.convert_ids_to_tokens(after.argmax(-1).tolist()),
-            after.softmax(-1).amax(-1).tolist(),
             after.softmax(-1)[:, self.tokenizer.convert_tokens_to_ids(truth)].tolist(),
         )
 
