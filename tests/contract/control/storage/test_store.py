@@ -143,6 +143,36 @@ async def test_a_request_id_stores_once(address: str) -> None:
         assert await store.current() == second
 
 
+async def test_writers_at_once_each_get_a_revision_of_their_own(address: str) -> None:
+    """Two replicas write at once: with the newest etag only one of all calls succeeds, without an etag every call does,
+    and calls with one request id store one revision."""
+    policies = [Policy.model_validate({"fallback": {"lease_ms": 100 + number}}) for number in range(6)]
+    async with opened(address) as one, opened(address) as two:
+
+        async def at_once(written: list[Policy], etag: str = "", request_id: str = "") -> list[Any]:
+            calls = [
+                append((one, two)[number % 2], policy, etag=etag, request_id=request_id)
+                for number, policy in enumerate(written)
+            ]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        first = await append(one)
+        known = {1: first}
+        for etag, request_id, refusal in ((first.etag, "", EtagMismatch), ("", "a", InvalidRequest), ("", "", None)):
+            results = await at_once(policies, etag, request_id)
+            stored = [result for result in results if isinstance(result, StoredRevision)]
+            assert len(stored) == (1 if refusal else len(policies))
+            assert {type(result) for result in results} - {StoredRevision} == ({refusal} if refusal else set())
+            assert all(result.policy == own for own, result in zip(policies, results, strict=True) if result in stored)
+            known |= {each.revision: each for each in stored}
+        repeated = await at_once([POLICY] * 6, request_id="b")
+        assert repeated == [repeated[0]] * 6
+        known[repeated[0].revision] = repeated[0]
+        for store in (one, two):
+            assert [header.revision for header in await store.history(100)] == list(range(len(known), 0, -1))
+            assert {revision: await store.get(revision) for revision in known} == known
+
+
 # -------------------------------------------------------------------------------------------------------- migrations
 
 # Table and row as the first version of the store made them.
