@@ -74,11 +74,11 @@ async def test_an_idle_stream_outlives_a_proxy_that_cuts_idle_ones(
     async with cutting_proxy(control.port) as (target, cuts):
         with LinkedEngine([target]) as engine:
             await until(lambda: control.fleet.connections and control.engine().acked_revision == 1)
-            await heartbeats(control, round(2 * CUT_S / SHORT_S))
+            await heartbeats(control, round(1.2 * CUT_S / SHORT_S))
             # The engine works again and stops in between, as when vLLM is paused.
             engine.open("a")
             await engine.steps_until(lambda: control.names() == ["a"])
-            await heartbeats(control, round(2 * CUT_S / SHORT_S))
+            await heartbeats(control, round(1.2 * CUT_S / SHORT_S))
             assert (cuts, engine.streams) == ([], 1)
             assert control.fleet.stream_ends == {}
     states = [r.message for r in caplog.records if "READY" in r.message or "STALE" in r.message]
