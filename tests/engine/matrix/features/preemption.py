@@ -86,7 +86,7 @@ def place(engine: Engine) -> None:
     """Thinking has taken all places, and a short prompt arrives, in shadow first."""
     # A step with draft tokens may add several, and all requests must still think when the urgent one arrives.
     places = engine.scheduler.max_num_running_reqs
-    most = 120 if engine.scheduler.num_spec_tokens else 32 if engine.slow else 80
+    most = 120 if engine.scheduler.num_spec_tokens else 24 if engine.slow else 80
     asks = thinkers(engine, places, most)
     named = {**asks, "urgent": urgent(engine.chat(maze.prompts(30, seed=11)[-1]))}
     expected = stocks(engine, named)
