@@ -199,12 +199,24 @@ RANKS, RPDI = (
     slice(words.start - END_WORDS.start, words.stop - END_WORDS.start)
     for words in (words_of(name, name) for name in SENTENCE_END_COLUMNS)
 )
-# Type of each column that a probe's result changes, and its place in a row, or its places if it has several values, in
-# numbers of that type.
-PROBE_PLACES: dict[str, tuple[Any, int | slice]] = {
+# Words with the cycle.
+CYCLES = words_of("loop_period", "loop_tokens")
+# Type of each signal column, and its place in a row, or its places if it has several values, in numbers of that type.
+SIGNAL_PLACES: dict[str, tuple[Any, int | slice]] = {
     name: (SIGNAL_ROW[name].base, slice(place, place + HISTORIES[name][2]) if name in HISTORIES else place)
-    for name, place in ((name, place_of(name)) for name in PROBE_COLUMNS)
+    for name, place in ((name, place_of(name)) for name in SIGNAL_COLUMNS)
 }
+
+
+def column_in(words: NDArray[np.int64], name: str) -> Any:
+    """Return a signal column of rows of SIGNAL_ROW. words: [rows, words]. Raises AttributeError if there is no such
+    column."""
+    if name not in SIGNAL_PLACES:
+        raise AttributeError(name)
+    kind, place = SIGNAL_PLACES[name]
+    return words.view(kind)[:, place]
+
+
 # The other columns of each type. The table keeps them side by side, so that it writes and reads several at once.
 BY_TYPE: dict[Any, tuple[str, ...]] = {
     kind: tuple(name for name, (own, _) in COLUMNS.items() if own is kind and name not in SIGNAL_COLUMNS)

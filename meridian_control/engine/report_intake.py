@@ -19,6 +19,7 @@ from meridian_control.common.report_bounds import is_measured
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.common.table_columns import NO_CAP, THINK_END
 from meridian_control.engine import moments
+from meridian_control.engine.history import Unsampled
 from meridian_control.engine.merged_steps import ages_ms, step_of, step_of_rows
 from meridian_control.engine.part import UNREAD_PROBE, ProbeResult
 from meridian_control.engine.request_table import THINK
@@ -243,7 +244,8 @@ class Intake:
             decision.measured_eat_nats = eat_nats
             if decision.reason != UNREAD_PROBE:
                 sampled.setdefault(slot, step)
-        table.history.sample(table, sampled)
+        if sampled:
+            table.history.unsampled = Unsampled(table.packed(table.slot), sampled)
         rest = [row for decision, row in measured if decision.reason != UNREAD_PROBE]
         while rest:
             # A merged report may have several results of a request, which are taken in one after another.

@@ -32,11 +32,10 @@ from meridian_control.common.table_columns import (
     place_of,
 )
 from meridian_control.engine.history import (
+    BOUNDARY_NOW,
     COUNT_WORDS,
     NO_HISTORY,
     PHASE,
-    THINK_TOKENS,
-    Before,
     History,
     running_counts,
     values_at_ends,
@@ -44,7 +43,6 @@ from meridian_control.engine.history import (
 )
 from meridian_control.engine.token_rows import (
     FLAG_BOUNDARY,
-    FLAG_END,
     FLAG_GOES_ON,
     NO_INTERVALS,
     TAKE_BACK_SHIFT,
@@ -70,7 +68,7 @@ NONE = np.zeros(0, np.int64)
 # Places of columns in a row of SIGNAL_ROW, in numbers of each column's own size.
 TOKEN_COUNT_WORDS = slice(2)
 TOKEN_MS, NEWEST_SIGNALS = place_of("token_ms"), slice(_rank := place_of("end_rank"), _rank + 3)
-NEWEST_TOKEN, AT_BOUNDARY, BOUNDARY_NOW = map(place_of, ("newest_token", "at_boundary", "boundary_now"))
+NEWEST_TOKEN, AT_BOUNDARY = map(place_of, ("newest_token", "at_boundary"))
 
 # Values of a new request's columns: those in SIGNAL_ROW, and the others by type.
 NEW_SIGNALS = np.zeros((), SIGNAL_ROW)
@@ -293,20 +291,18 @@ class RequestTable(Columns):
         measured = rows.thinking & np.isfinite(rows.entropy_nats)
         counts = running_counts(rows, known, measured)
         around = counts.take(rows.edges, axis=0)
-        entropies = window_entropies(rows, measured.nonzero()[0], around[:-1], (held, now), self.window)
+        sums = window_entropies(rows, measured.nonzero()[0], around[:-1], (held, now), self.window)
         np.add(counted := now[:, COUNT_WORDS], around[1:] - around[:-1], out=counted)
         if rows.flags_seen >> TAKE_BACK_SHIFT:
             # A faulty agent may take back more tokens than it counted, so the counts are kept from becoming negative.
             np.maximum(now[:, TOKEN_COUNT_WORDS], 0, out=now[:, TOKEN_COUNT_WORDS])
-        self.history = History(rows, Before(held), counts, entropies, think_tokens=now[:, THINK_TOKENS])
+        self.history = History(rows, held, now, counts, sums)
         if len(known):
             before, width = self._end_words[slot := rows.slot.take(known)], self.window.shape[1]
-            self.history.ends = values_at_ends(self.history, known, before, now, width)
+            self.history.ends = values_at_ends(self.history, known, before, width)
             # If a slot occurs several times, NumPy keeps the values that are written last, which are the newest.
             self._end_words[slot] = self.history.ends.newest
-        phase = rows.phase.take(last)
-        ended = rows.flags_seen & FLAG_END
-        newest[:, PHASE] = np.where(rows.flags.take(last) & FLAG_END, OUTPUT, phase) if ended else phase
+        newest[:, PHASE] = rows.phase_after.take(last)
         newest[:, NEWEST_TOKEN] = token_kinds(rows, last)
         numbers[:, NEWEST_SIGNALS] = rows.newest_signals()
         now.view(np.float64)[:, TOKEN_MS] = rows.at_ms.take(last)

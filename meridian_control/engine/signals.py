@@ -15,7 +15,6 @@ from meridian_control.engine.history import ratio_of_means
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meridian_control.engine.moments import Moments
     from meridian_control.engine.request_table import RequestTable
 
 
@@ -43,7 +42,7 @@ def add_eat_samples(
     table.note_eat(slots, newest, think_tokens)
 
 
-def rpdi(table: RequestTable | Moments) -> NDArray[np.float64]:
+def rpdi(table: RequestTable) -> NDArray[np.float64]:
     """Return the mean entropy of the last W thinking tokens divided by the mean entropy of all of them, [slots].
 
     The ratio is NaN while a request has fewer than W entropies.

@@ -45,15 +45,16 @@ MAX_ROWS_PER_SLOT = 1 << 14
 class TokenRows(NamedTuple):
     """The columns of the rows, each [rows], and where each slot's rows begin and end.
 
-    thinks: whether the row belongs to thinking. thinking, answering: whether its token is text of the thinking or of
-    the answer. at_ms: time at which the row came. number: index of the row in the report. owner: index of the row's
-    slot in `s`. s: the slots that have rows; first, last: indices of their first and last rows; all three [slots].
-    edges: `first`, followed by the number of rows. flags_seen: the bits that the flags of any row have. sent: number of
-    rows in the report, those of unknown requests included.
+    phase_after: phase of the request after the row. thinks: whether the row belongs to thinking. thinking, answering:
+    whether its token is text of the thinking or of the answer. at_ms: time at which the row came. number: index of the
+    row in the report. owner: index of the row's slot in `s`. s: the slots that have rows; first, last: indices of their
+    first and last rows; all three [slots]. edges: `first`, followed by the number of rows. flags_seen: the bits that
+    the flags of any row have. sent: number of rows in the report, those of unknown requests included.
     """
 
     slot: NDArray[np.int64]
     phase: NDArray[np.int64]
+    phase_after: NDArray[np.int64]
     flags: NDArray[np.int64]
     entropy_nats: NDArray[np.float32]
     end_rank: NDArray[np.int64]
@@ -116,6 +117,7 @@ def rows_of(columns: agent_pb2.TokenColumns, live: NDArray[np.bool_], at_ms: flo
     return TokenRows(
         slot=slot,
         phase=phase,
+        phase_after=np.where((flags & FLAG_END) != 0, agent_pb2.PHASE_OUTPUT, phase) if seen & FLAG_END else phase,
         flags=flags,
         entropy_nats=entropy_nats,
         end_rank=end_rank,

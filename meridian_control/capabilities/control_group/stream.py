@@ -146,7 +146,8 @@ class ControlGroup(Part):
     def would_end(self, slot: int, reason: str, think_tokens: int, *, reported: bool) -> None:
         kind, request = kind_of_rule(self._stream.policies.held(slot), reason), self.requests.by_slot[slot]
         ends = kind is not None and request.ends_by_rule(kind, think_tokens, gives_up=reason == "give_up")
-        if ends and reason in BY_PROBE and reported and slot in self._table.history.sampled:
+        unsampled = self._table.history.unsampled if reported else None
+        if ends and reason in BY_PROBE and unsampled is not None and unsampled.steps[slot] >= 0:
             request.ends_at_newest_probe()
 
     def carried_out(self, slot: int, reason: str, think_tokens: int) -> None:
@@ -184,10 +185,9 @@ class ControlGroup(Part):
         table = self._table
         if self.experiment is None or not self.experiment.references or self._policy is None:
             return
-        at_ends = table.history.rows.slot[table.history.ends.row]
-        if not np.count_nonzero(table.awaited_signals[at_ends] & BITS_AT_SENTENCE_ENDS):
-            return
         ends = sentence_ends(table)
+        if not np.count_nonzero(ends.awaited_signals & BITS_AT_SENTENCE_ENDS):
+            return
         passed = ends.think_tokens >= self._policy.scheduler.min_think_tokens
         for signal, name in AT_SENTENCE_ENDS.items():
             values = getattr(ends, name)[:, 0]

@@ -11,7 +11,8 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
-from meridian_control.engine.moments import at_rows_or_end
+from meridian_control.engine.history import OUTPUT_TOKENS, THINK_TOKENS
+from meridian_control.engine.moments import Moments, sentence_ends
 from meridian_control.engine.token_rows import differs
 from meridian_control.policy.effects import (
     EXTENSION_LEAD_TOKENS,
@@ -25,7 +26,6 @@ from meridian_control.policy.effects import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meridian_control.engine.moments import Moments
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy
@@ -62,9 +62,8 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
         return None
     since, waits = _probed_from(policy, table), _wait_for_probe(entropy, table, among)
     if is_gated(entropy):
-        row, due = history.ends.row, np.zeros(0, np.intp)
-        is_open = history.ends.ranks[:, 0] <= entropy.eat_probe_max_rank
-        row = row[is_open & waits[history.rows.slot[row]]]
+        ends, due = sentence_ends(table), np.zeros(0, np.intp)
+        row = ends.row[(ends.boundary_ranks[:, 0] <= entropy.eat_probe_max_rank) & waits.take(ends.slot)]
     else:
         is_due = waits & (table.think_tokens >= since)
         due = row = is_due.nonzero()[0]
@@ -72,16 +71,23 @@ def probes_came_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_
             row = is_due.take(history.rows.slot).nonzero()[0]
     if not (len(row) or len(due)):
         return None
-    slot = history.rows.slot.take(row)
-    passed = history.thinks.take(row) & (history.think_tokens.take(row) >= since.take(slot))
+    slot, think_tokens = history.rows.slot.take(row), history.count(THINK_TOKENS, row)
+    passed = (think_tokens >= since.take(slot)) & (history.rows.phase_after.take(row) == agent_pb2.PHASE_THINK)
     # If the outcome of the previous probe came in this report, the next probe is due after that outcome.
     if not history.probed.keys().isdisjoint(due.tolist() or slot.tolist()):
         free_in = np.full(len(waits), -1)
         free_in[list(history.probed)] = list(history.probed.values())
         passed &= history.step.take(row) >= free_in.take(slot)
-    row = row[passed]
-    row = row[differs(slot[passed])]
-    return at_rows_or_end(table, row, due)
+    index = passed.nonzero()[0]
+    index = index[differs(slot[index])]
+    row, slot, think_tokens = row[index], slot[index], think_tokens[index]
+    if len(row) >= len(due):
+        output_tokens = history.count(OUTPUT_TOKENS, row)
+        return Moments(table, slot, row, think_tokens=think_tokens, output_tokens=output_tokens)
+    # The other probes came due at the end of the report.
+    newest = history.newest_rows(due)
+    newest[due.searchsorted(slot)] = row
+    return Moments(table, due, newest)
 
 
 def _wait_for_probe(policy: EntropyPolicy, table: RequestTable, among: NDArray[np.bool_] | None) -> NDArray[np.bool_]:

@@ -15,6 +15,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.masks import any_in
+from meridian_control.engine.history import THINK_TOKENS
 from meridian_control.engine.moments import joined, sentence_ends
 from meridian_control.engine.token_rows import differs
 from meridian_control.policy.effects import extends_empty_answers
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
-
-NOWHERE = np.zeros(0, bool)
 
 
 def ends(
@@ -88,16 +87,15 @@ def moments(
             parts += _probes_may_fire(policy, table, among, now, before)
     if not parts:
         return at_ends, agree
-    return joined(table, [(at_ends.slot, at_ends.place, at_ends.step), *parts]), agree
+    return joined(table, [(at_ends.slot, at_ends.row, at_ends.step), *parts]), agree
 
 
 def _agreeing(policy: EntropyPolicy, table: RequestTable) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Whether a rule that reads nothing but probes holds: for each slot now, [slots], and for each sampled slot before
-    the report, [sampled]."""
+    """Whether a rule that reads nothing but probes holds, now and before the report's samples, [slots] each."""
     if not policy.enabled:
-        return NOWHERE, NOWHERE
-    before = _probes_agree(policy, table.history.unsampled) if table.history.sampled else NOWHERE
-    return _probes_agree(policy, table), before
+        return (nowhere := np.zeros(len(table.slot), bool)), nowhere
+    now, unsampled = _probes_agree(policy, table), table.history.unsampled
+    return now, now if unsampled is None else _probes_agree(policy, unsampled)
 
 
 def _probes_may_fire(
@@ -105,30 +103,29 @@ def _probes_may_fire(
     table: RequestTable,
     among: NDArray[np.bool_] | None,
     now: NDArray[np.bool_],
-    earlier: NDArray[np.bool_],
+    before: NDArray[np.bool_],
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """Yield slots, places and steps at which a rule on probes may fire although there is no sentence end. now, earlier:
-    as `_agreeing` returns them."""
-    history, now = table.history, now & table.live & (table.end_decided == 0)
+    """Yield slots, rows and steps at which a rule on probes may fire although there is no sentence end. now, before: as
+    `_agreeing` returns them."""
+    history, slot, may = table.history, table.history.rows.slot, table.live & (table.end_decided == 0)
     if among is not None:
-        now &= among
-    before, sampled_in = now, None
-    if history.sampled:
-        slots, sampled_in = history.sampled_slots, np.full(len(now), -1)
-        sampled_in[slots] = history.sampled_steps
-        if len(measured := slots[now[slots]]):
-            yield measured, history.places_in(measured, sampled_in[measured]), sampled_in[measured]
-        before = now.copy()
-        before[slots] = earlier
-    if not (now.any() or before.any()):
+        may &= among
+    now, before = now & may, before & may
+    if not (any_in(now) or any_in(before)):
         return
-    slot = history.rows.slot
-    after = np.ones(len(slot), bool) if sampled_in is None else history.step >= sampled_in[slot]
-    row = np.flatnonzero(np.where(after, now[slot], before[slot]) & history.thinks)
+    agrees, after = now.take(slot), np.ones(len(slot), bool)
+    if (unsampled := history.unsampled) is not None:
+        if len(measured := (now & (unsampled.steps >= 0)).nonzero()[0]):
+            steps = unsampled.steps.take(measured)
+            yield measured, history.newest_rows(measured, steps), steps
+        after = history.step[:-1] >= unsampled.steps.take(slot)
+        agrees = np.where(after, agrees, before.take(slot))
+    row = (agrees & (history.rows.phase_after == agent_pb2.PHASE_THINK)).nonzero()[0]
     floor = np.maximum(policy.scheduler.min_think_tokens, table.own_min_think_tokens)
-    row = row[history.think_tokens[row] >= floor[slot[row]]]
+    row = row[history.count(THINK_TOKENS, row) >= floor.take(slot.take(row))]
     row = row[differs(slot[row]) | differs(after[row])]
-    yield slot[row], row + 1, history.step[row]
+    if len(row):
+        yield slot[row], row, history.step[row]
 
 
 def _first(

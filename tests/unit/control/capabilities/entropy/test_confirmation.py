@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.entropy.rule import ends
 from meridian_control.common.table_columns import PROBE_COLUMNS
+from meridian_control.engine.history import Unsampled
 from meridian_control.engine.moments import Moments
 from meridian_control.engine.request_table import THINK
 from meridian_control.engine.token_rows import FLAG_BOUNDARY
@@ -159,9 +160,9 @@ def test_a_moment_before_a_sample_sees_the_earlier_samples_of_then() -> None:
     made = samples(table(thinking()), 4.0, 3.0)
     made.add_tokens(tokens([(0, THINK, 0, 1.0)] * 2))
     made.history.tell_steps(np.array([1, 2]))
-    made.history.sample(made, {0: 2})
+    made.history.unsampled = Unsampled(made.packed(made.slot), {0: 2})
     samples(made, 2.0)
-    found = Moments(made, np.array([0, 0]), np.array([1, 2]), np.array([1, 2]))
+    found = Moments(made, np.array([0, 0]), np.array([0, 1]), step=np.array([1, 2]))
     assert found.eat_ema_nats.tolist() == [3.0, 2.0]
     assert found.earlier_eat_ema_nats[:, :2].tolist() == [[4.0, pytest.approx(np.nan, nan_ok=True)], [3.0, 4.0]]
     assert {"earlier_eat_ema_nats", "earlier_eat_ema_variance"} <= set(PROBE_COLUMNS)
