@@ -106,9 +106,9 @@ class History:
     def count(self, column: int, row: NDArray[np.intp]) -> NDArray[np.int64]:
         """Return a count of each row's slot right after the row. column: its column in `counts`."""
         owner, counts = self.rows.owner.take(row), self.counts[:, column]
-        count: NDArray[np.int64] = counts.take(row + 1)
-        count += (self.after[:, column] - counts.take(self.rows.edges[1:])).take(owner)
-        return count
+        count: NDArray[np.int64] = (self.after[:, column] - counts.take(self.rows.edges[1:])).take(owner)
+        count += counts.take(row + 1)
+        return self._kept_from_negative(count)
 
     def counted(self, row: NDArray[np.intp]) -> NDArray[np.int64]:
         """Return the slots' rows of SIGNAL_ROW after the report, but with the counts and the sums of entropies right
@@ -118,8 +118,14 @@ class History:
         words = self.after.take(owner, axis=0)
         later = self.sums.take(over[:, ENTROPIES], axis=1) - self.sums.take(here[:, ENTROPIES], axis=1)
         words.view(np.float64)[:, ENTROPY_SUMS] -= later.T
-        words[:, COUNT_WORDS] -= over - here
+        counts = words[:, COUNT_WORDS]
+        counts -= over - here
+        self._kept_from_negative(counts)
         return words
+
+    def _kept_from_negative(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Replace negative counts by 0, because a faulty agent may take back more tokens than it counted."""
+        return np.maximum(counts, 0, out=counts) if self.rows.flags_seen >> TAKE_BACK_SHIFT else counts
 
     def state(self, row: NDArray[np.intp]) -> NDArray[np.int64]:
         """Return the slots' rows of SIGNAL_ROW right after these rows, as far as rules and the decision log read them

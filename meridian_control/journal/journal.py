@@ -87,14 +87,13 @@ class Journal:
     def closed(self, closed: agent_pb2.RequestClosed, table: Seen) -> None:
         """Close the life of a request that the engine has closed. The request table must still have the request."""
         if (life := self._lives.pop(slot := closed.slot, None)) is not None:
-            life.think_tokens = max(0, int(table.think_tokens[slot]))
-            life.output_tokens = max(0, int(table.output_tokens[slot]))
+            life.think_tokens, life.output_tokens = int(table.think_tokens[slot]), int(table.output_tokens[slot])
             self._close(life, _end_of(closed))
 
     def happened(self, change: RequestChange, detail: str = "") -> None:
         """Note a change of a request: a new phase, an end of thinking, or the start or end of a preemption."""
         if (life := self._lives.get(change.slot)) is not None:
-            life.think_tokens, life.output_tokens = max(0, change.think_tokens), max(0, change.output_tokens)
+            life.think_tokens, life.output_tokens = change.think_tokens, change.output_tokens
             self._note(life, change.kind, change.phase, detail)
 
     def note_once(self, slot: int, kind: str, detail: str) -> None:

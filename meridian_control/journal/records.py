@@ -316,8 +316,8 @@ def unpacked(seen: bytes, window_tokens: int, confirm_sentence_ends: int) -> Sig
     is_full = count >= window_tokens and total
     return Signals(
         phase=row["phase"],
-        think_tokens=max(0, row["think_tokens"]),
-        output_tokens=max(0, row["output_tokens"]),
+        think_tokens=row["think_tokens"],
+        output_tokens=row["output_tokens"],
         entropy_nats=row["entropy_nats"],
         end_rank=row["end_rank"],
         rpdi=row["entropy_window_sum"] / window_tokens / (total / count) if is_full else math.nan,

@@ -6,14 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from meridian.v1 import agent_pb2
 
+from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, TAKE_BACK_SHIFT
 from meridian_control.engine.effective_policies import EffectivePolicies
-from meridian_control.engine.request_table import RequestTable
+from meridian_control.engine.request_table import THINK, RequestTable
 from meridian_control.engine.shadow_comparison import Comparison
 from meridian_control.engine.shortening import LOWER_CAP
 from tests.fakes.agent import FakeAgent, hello
 from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy
+from tests.fakes.tables import tokens as columns
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, each_token_ends_a_sentence, stream
 
 SHADOWED = policy(scheduler={"shadow": True}, entropy={"shadow": True})
@@ -166,3 +169,13 @@ def test_what_is_aborted_is_not_compared_and_what_ends_while_thinking_is() -> No
     made.agent.engine.finish("cut", 2)
     made.step()
     assert told(made.session.shadow)["entropy", ""][:3] == (1, 30, 1)
+
+
+def test_an_agent_that_takes_back_more_thinking_than_it_counted_leaves_no_negative_count() -> None:
+    """The rows after the end of thinking make up for the negative count, so that the table alone does not show it."""
+    made = stream(SHADOWED)
+    takes_back = FLAG_MARKER | FLAG_END | 2 << TAKE_BACK_SHIFT
+    rows = [(0, THINK, 0, 1.0), (0, THINK, takes_back, 1.0), (0, THINK, FLAG_MARKER, 1.0), (0, THINK, 0, 1.0)]
+    made.say(opened=[agent_pb2.RequestOpened(slot=0, request_id="a", phase=THINK)], tokens=columns(rows))
+    assert told(made.session.shadow)["scheduler", ""] == (1, 0, 0, 0, 0)
+    assert [e.think_tokens for e in made.life("a").events if e.kind == "think_end"] == [0]
