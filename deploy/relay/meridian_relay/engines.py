@@ -9,22 +9,26 @@ import asyncio
 import json
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
+    from aiohttp import ClientResponse
     from multidict import MultiMapping
+    from yarl import URL
 
-# Seconds for which an engine that refused a connection or answered with an error gets no request if another is there.
+# Seconds for which an engine that gave no answer, or an error, gets no request if another is there.
 SKIP_S = 2.0
 CONNECT_S = 5.0
 # Seconds for an answer that takes no generation.
 ANSWER_S = 5.0
 UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+# Errors of an engine before the head of its response. A client whose body cannot be read causes others.
+FAILURES = (aiohttp.ClientOSError, aiohttp.ServerConnectionError, aiohttp.ClientResponseError)
 
 # The client session adds no headers by itself, since proxied requests pass as they are.
 JSON = {"Content-Type": "application/json"}
@@ -59,6 +63,7 @@ class Engines:
         self.newest_answering = ""
         self._thinking = list(thinking)
         self._under_way: Counter[str] = Counter()
+        self._serving: set[str] = set()
         self._skipped_until: dict[str, float] = {}
         self._context_tokens: dict[str | None, int] = {}
         # Each request has a connection of its own, because an engine may close an idle connection while the next
@@ -79,27 +84,35 @@ class Engines:
         now = time.monotonic()
         return sorted(self._thinking, key=lambda url: (self._skipped_until.get(url, 0) > now, self._under_way[url]))
 
-    def answered(self, url: str, status: int) -> None:
-        """Note the status of an engine's response. An engine that fails at once has the fewest requests, and would get
-        all."""
-        if status >= 500:
-            self._skip(url)
+    def serves(self, url: str) -> bool:
+        """Return whether the engine answered its newest request, and without an error."""
+        return url in self._serving
 
-    def _skip(self, url: str) -> None:
-        """Prefer other engines for SKIP_S."""
-        self._skipped_until[url] = time.monotonic() + SKIP_S
+    @asynccontextmanager
+    async def response(self, url: str, method: str, target: str | URL, **options: Any) -> AsyncIterator[ClientResponse]:
+        """Send an engine a request, count it as under way, and yield the response once its head has come.
 
-    @contextmanager
-    def counted(self, url: str) -> Iterator[None]:
-        """Count a request as under way, and skip the engine if it cannot be reached."""
+        An engine that fails at once has the fewest requests, and would get all, so others are preferred for SKIP_S.
+        """
         self._under_way[url] += 1
         try:
-            yield
-        except UNREACHABLE:
-            self._skip(url)
-            raise
+            try:
+                response = await self.session.request(method, target, allow_redirects=False, **options)
+            except FAILURES:
+                self._note(url, False)
+                raise
+            async with response:
+                self._note(url, response.status < 500)
+                yield response
         finally:
             self._under_way[url] -= 1
+
+    def _note(self, url: str, serves: bool) -> None:
+        if serves:
+            self._serving.add(url)
+        else:
+            self._serving.discard(url)
+            self._skipped_until[url] = time.monotonic() + SKIP_S
 
     async def chunks(
         self,
@@ -115,15 +128,12 @@ class Engines:
         """
         begun = False
         try:
-            with self.counted(url):
-                headers = {**headers, **JSON}
-                async with self.session.post(url + path, json=body, headers=headers, allow_redirects=False) as response:
-                    self.answered(url, response.status)
-                    await _check(response)
-                    begun = True
-                    begins(response.headers)
-                    async for chunk in _events(response.content):
-                        yield chunk
+            async with self.response(url, "POST", url + path, json=body, headers={**headers, **JSON}) as response:
+                await _check(response)
+                begun = True
+                begins(response.headers)
+                async for chunk in _events(response.content):
+                    yield chunk
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
             raise EngineFailed(f"{type(error).__name__}: {error}", begun) from error
 

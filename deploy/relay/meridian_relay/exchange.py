@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Engines that may fail one request before it fails.
+# Engines that served and may fail one request before it fails, because it may be the cause. Others do not count.
 MAX_FAILURES = 3
 # Seconds for which the relay waits for the usage after the last token.
 USAGE_S = 1.0
@@ -73,6 +73,7 @@ class Exchange:
         self._continuation: HandoverTarget | None = None
         self._handed_over_s = 0.0
         self._failed: list[str] = []
+        self._failures = 0
         self._finished = self._gap_known = False
         # Number of tokens at the end of the newest chunk with text, and at the handover, which has all of its text.
         self._with_text = self._at_handover = 0
@@ -84,9 +85,11 @@ class Exchange:
         """Serve the request to its end and return the response. Raises ClientGone, NoEngineLeft or Refused."""
         while not self._finished:
             url = self._next_engine()
+            served = self._engines.serves(url)
             try:
                 await (self._continue(url) if self._begun else self._think(url))
             except EngineFailed as error:
+                self._failures += served or error.broke
                 self._note_failure(url, error)
         usage, count = {**self._usage, **self._form, "choices": []}, len(self._progress.tokens)
         if self._continuation is not None:
@@ -106,7 +109,7 @@ class Exchange:
         order = [self._continuation.url, self._home] if self._continuation else []
         order += [*self._engines.by_load(), self._engines.newest_answering]
         left = [url for url in order if url and url not in self._failed]
-        if not left or len(self._failed) >= MAX_FAILURES:
+        if not left or self._failures >= MAX_FAILURES:
             raise NoEngineLeft
         return left[0]
 

@@ -107,22 +107,15 @@ class Relay:
         for url in self._engines.by_load():
             response: web.StreamResponse | None = None
             try:
-                with self._engines.counted(url):
-                    async with self._engines.session.request(
-                        request.method,
-                        URL(url + target_of(request), encoded=True),
-                        headers=headers,
-                        data=body,
-                        allow_redirects=False,
-                    ) as upstream:
-                        self._engines.answered(url, upstream.status)
-                        response = web.StreamResponse(
-                            status=upstream.status, reason=upstream.reason, headers=passed(upstream.headers, set())
-                        )
-                        await response.prepare(request)
-                        async for part in upstream.content.iter_any():
-                            await response.write(part)
-                        return response
+                target = URL(url + target_of(request), encoded=True)
+                async with self._engines.response(url, request.method, target, headers=headers, data=body) as upstream:
+                    response = web.StreamResponse(
+                        status=upstream.status, reason=upstream.reason, headers=passed(upstream.headers, set())
+                    )
+                    await response.prepare(request)
+                    async for part in upstream.content.iter_any():
+                        await response.write(part)
+                    return response
             except UNREACHABLE as error:
                 failure = f"{url} cannot be reached: {error}"
             except (aiohttp.ClientError, OSError) as error:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import aiohttp
 import pytest
 from multidict import CIMultiDict
 from yarl import URL
 
+from meridian_relay import engines as engines_module
 from meridian_relay.engines import EngineFailed, _events
 from tests.contract.relay.relayed import BODY, PARAMS, Relayed, ask, engines, handover, relaying
 from tests.fakes.vllm_server import CONTEXT, CORS, END, PROMPT, FakeVllm, Plan, Script
@@ -363,6 +366,52 @@ async def test_an_engine_that_refuses_connections_is_skipped() -> None:
         assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
     async with relaying(absent) as relayed, relayed.session.get(relayed.url + "/v1/models") as response:
         assert (response.status, (await response.json())["error"]["code"]) == (502, 502)
+
+
+@asynccontextmanager
+async def closing(number: int) -> AsyncIterator[list[str]]:
+    """Yield the URLs of servers that close each connection without an answer, as a published port of a container does
+    while nothing listens within it."""
+    servers = [await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) for _ in range(number)]
+    try:
+        yield [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+    finally:
+        for server in servers:
+            server.close()
+
+
+async def test_an_engine_that_closes_connections_is_skipped() -> None:
+    async with closing(1) as (gone,), engines(SCRIPT, 1) as (home,), relaying(gone, home.url) as relayed:
+        for status in (502, 200, 200):
+            async with relayed.session.get(relayed.url + "/v1/models") as response:
+                assert response.status == status
+
+
+@pytest.mark.parametrize("fault", ["closes", "status"])
+async def test_engines_that_serve_nothing_use_up_no_failures(fault: str) -> None:
+    async with closing(3) as gone, engines(SCRIPT, 4) as (*bad, good):
+        for engine in bad:
+            engine.usual = Plan(status=503)
+        urls = gone if fault == "closes" else [engine.url for engine in bad]
+        async with relaying(*urls, good.url) as relayed:
+            with patch.object(engines_module, "SKIP_S", 0.0):
+                for _ in range(2):
+                    assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
+
+
+async def test_a_request_stops_at_most_three_engines_that_served() -> None:
+    """It may be the cause of their failure."""
+    async with engines(SCRIPT, 4) as all_engines, relaying(*(engine.url for engine in all_engines)) as relayed:
+        for engine in all_engines:
+            engine.usual = Plan(waits_after=1)
+        served = [asyncio.create_task(relayed.ask()) for _ in all_engines]
+        for engine in all_engines:
+            await engine.waiting.wait()
+            engine.usual = Plan(status=500)
+            engine.go.set()
+        await asyncio.gather(*served)
+        assert (await relayed.ask()).status == 502
+        assert sum(len(engine.seen) for engine in all_engines) == 4 + 3
 
 
 @pytest.mark.parametrize("fields", [{}, {"seed": 1}], ids=["eligible", "passed as it is"])
