@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from meridian_relay.headers import MAX_LINE
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
@@ -73,6 +75,8 @@ class Engines:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
+            max_line_size=MAX_LINE,
+            max_field_size=MAX_LINE,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
 

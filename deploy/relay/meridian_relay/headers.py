@@ -23,6 +23,8 @@ HOP_BY_HOP = {
 }
 # Headers that belong to the client's own request, and are wrong on one that the relay writes.
 OWN = {"host", "expect"}
+# Longest head line in bytes, of a request and of a response; tokens and cookies may be long.
+MAX_LINE = 1 << 16
 OF_THE_BODY = OWN | {"content-length", "content-type", "content-encoding", "accept-encoding", "x-request-id"}
 
 
@@ -31,3 +33,9 @@ def passed(headers: MultiMapping[str], without: set[str]) -> CIMultiDict[str]:
     named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
     left_out = HOP_BY_HOP | named | without
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)
+
+
+def no_utf8(headers: MultiMapping[str]) -> str:
+    """Return the name of a header that aiohttp would pass on without some of its bytes; empty if there is none."""
+    # Surrogates stand for bytes that are not UTF-8.
+    return next((name for name, value in headers.items() if any("\ud800" <= sign <= "\udfff" for sign in value)), "")

@@ -14,7 +14,7 @@ from yarl import URL
 from meridian_relay.bodies import CHAT, carried
 from meridian_relay.engines import UNREACHABLE, Engines, Refused
 from meridian_relay.exchange import Exchange, NoEngineLeft
-from meridian_relay.headers import OF_THE_BODY, OWN, REQUEST_ID, passed
+from meridian_relay.headers import MAX_LINE, OF_THE_BODY, OWN, REQUEST_ID, no_utf8, passed
 from meridian_relay.listener import HttpListener
 from meridian_relay.metrics import RelayMetrics
 from meridian_relay.replies import ClientGone, StreamedReply, WholeReply, no_engine
@@ -51,7 +51,13 @@ class Relay:
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._any)
         self._http = HttpListener(
-            app, hosts, handler_cancellation=True, auto_decompress=False, shutdown_timeout=drain_s
+            app,
+            hosts,
+            handler_cancellation=True,
+            auto_decompress=False,
+            shutdown_timeout=drain_s,
+            max_line_size=MAX_LINE,
+            max_field_size=MAX_LINE,
         )
 
     async def start(self, host: str, port: int) -> int:
@@ -65,6 +71,8 @@ class Relay:
         await self._engines.close()
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
+        if name := no_utf8(request.headers):
+            raise web.HTTPBadRequest(text=f"the header {name} is not UTF-8\n")
         with self._metrics.in_flight.track_inprogress():
             if request.method != "POST" or target_of(request).partition("?")[0] != CHAT:
                 return await self._proxy(request, request.content if request.can_read_body else None)

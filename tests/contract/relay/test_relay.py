@@ -302,6 +302,43 @@ async def test_other_requests_pass_byte_for_byte() -> None:
         assert not {"x-hop", "x-other-hop"} & {name for name, _ in names}, "they are for the first hop alone"
 
 
+LONG = b"a" * 60_000
+
+
+@asynccontextmanager
+async def naming_headers() -> AsyncIterator[str]:
+    """Yield the URL of a server with a long header, which answers with the head of the request."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nX-Long: " + LONG + b"\r\nContent-Length: %d\r\n\r\n" % len(head) + head)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, limit=1 << 20) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("header", "answer"),
+    [
+        (b"X-Token: " + LONG, b"HTTP/1.1 200 "),
+        ("X-User: é".encode(), b"HTTP/1.1 200 "),
+        (b"X-User: caf\xe9", b"HTTP/1.1 400 "),
+    ],
+    ids=["long", "UTF-8", "Latin-1"],
+)
+async def test_headers_pass_whole_or_not_at_all(header: bytes, answer: bytes) -> None:
+    async with naming_headers() as engine, relaying(engine) as relayed:
+        url = URL(relayed.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + header + b"\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(answer)
+        assert (header in body, LONG in head) == (answer.endswith(b"200 "),) * 2
+
+
 async def test_a_redirect_is_for_the_client() -> None:
     """The relay follows none, because it would send the client's key to another host."""
     async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
