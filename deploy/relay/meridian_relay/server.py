@@ -129,6 +129,9 @@ class Relay:
             except (aiohttp.ClientError, OSError) as error:
                 failure = f"{url} failed: {error}"
                 if response is not None:
+                    # A client that has hung up raises ConnectionError.
+                    if not isinstance(error, ConnectionError):
+                        logger.warning("%s %s: %s broke off its response", request.method, request.path, url)
                     # The client learns from the broken connection that the response is not whole.
                     if request.transport is not None:
                         request.transport.abort()

@@ -339,6 +339,14 @@ async def test_headers_pass_whole_or_not_at_all(header: bytes, answer: bytes) ->
         assert (header in body, LONG in head) == (answer.endswith(b"200 "),) * 2
 
 
+async def test_the_log_names_an_engine_that_breaks_off_its_response(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
+        home.plans.append(Plan(breaks_after=2))
+        with pytest.raises(aiohttp.ClientError):
+            await relayed.ask(seed=3)
+        assert f"POST {CHAT}: {home.url} broke off its response" in caplog.text
+
+
 async def test_a_redirect_is_for_the_client() -> None:
     """The relay follows none, because it would send the client's key to another host."""
     async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
