@@ -26,7 +26,7 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import audit_pb2_grpc, fleet_pb2_grpc, freeze_pb2_grpc, policy_pb2_grpc, rollout_pb2_grpc
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
@@ -171,22 +171,31 @@ class Client:
         self.rollout = rollout_pb2_grpc.RolloutServiceStub(channel)
 
 
+class NamedRows(Table):
+    """A table whose first column names the row, in one line if all names fit in a third of the terminal and NAME_WIDTH.
+
+    Cells that do not fit are folded, so that none takes another column's place.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = self.columns[0]
+        longest = max((cell_len(str(name)) for name in names.cells), default=0)
+        names.no_wrap = longest <= min(options.max_width // 3, NAME_WIDTH)
+        return super().__rich_console__(console, options)
+
+
 def new_table(*columns: str) -> Table:
-    """Return an empty table. The first column, which names the row, keeps its width in a narrow terminal up to
-    NAME_WIDTH; a longer name is folded, so that it takes no other column's place."""
-    empty = Table(box=None)
+    """Return an empty table."""
+    empty = NamedRows(box=None)
     for column in columns:
         empty.add_column(column, overflow="fold")
+    empty.columns[0].max_width = NAME_WIDTH
     return empty
 
 
 def add(to: Table, *cells: object) -> None:
-    """Add a row; a cell's lines are joined, so that each row of a table is one line unless its name is folded."""
-    shown = [printable(" ".join(str(cell).splitlines())) for cell in cells]
-    name = to.columns[0]
-    name.min_width = max(name.min_width or 0, min(cell_len(shown[0]), NAME_WIDTH))
-    name.max_width = NAME_WIDTH
-    to.add_row(*map(escape, shown))
+    """Add a row; a cell's lines are joined, so that each row of a table is one line where its cells fit."""
+    to.add_row(*(escape(printable(" ".join(str(cell).splitlines()))) for cell in cells))
 
 
 def show(messages: Sequence[Message], output: Output, rows: Table, empty: str) -> None:

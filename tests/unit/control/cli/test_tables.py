@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.cli.console import NAME_WIDTH, PIPED_WIDTH, PlainConsole, add, new_table
 from meridian_control.cli.tables import (
     engine_table,
     handover_table,
     limit_lines,
     pool_lines,
     pressure_table,
+    request_table,
     thinking_lines,
 )
 
@@ -62,6 +66,24 @@ def test_handovers_in_shadow_are_shown_as_means() -> None:
     sums = fleet_pb2.ShadowHandovers(requests=4, transfer_ms=160.0, recompute_ms=2000.0, gain_ms=8000.0)
     rows = handover_table([fleet_pb2.Engine(engine_id="a", shadow_handovers=sums), fleet_pb2.Engine(engine_id="b")])
     assert [list(column.cells) for column in rows.columns] == [["a"], ["4"], ["40"], ["500"], ["2000"]]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, PIPED_WIDTH])
+@pytest.mark.parametrize("letters", [5, 24, 40, 57, 100])
+def test_no_terminal_cuts_a_column_off(letters: int, columns: int) -> None:
+    name = "v" * letters
+    engine = fleet_pb2.Engine(engine_id=name, model="Qwen/Qwen3-8B", step_time_ms=21.3, kv_used=0.93, running=64)
+    live = fleet_pb2.LiveRequest(engine_id=name, request_id="chatcmpl-" + "0" * 36, think_tokens=1234, rank=3)
+    decided = new_table("time", "engine", "request", "revision", "thinking", "decision", "why", "outcome")
+    add(decided, "2026-01-31T12:00:00.250Z", name, "r", 12, 1234, "end thinking", "the variance is low", "applied")
+    for table in (engine_table([engine]), engine_table([engine], wide=True), request_table([live]), decided):
+        terminal = PlainConsole(width=columns, file=StringIO())
+        with terminal.capture() as shown:
+            terminal.print(table)
+        texts = [text for column in table.columns for text in (str(column.header), *map(str, column.cells))]
+        assert Counter("".join(shown.get().split())) == Counter("".join("".join(texts).split()))
+        row = str(next(iter(table.columns[0].cells)))
+        assert row in shown.get() or len(row) > min(columns // 3, NAME_WIDTH)
 
 
 def limited(name: str, wanted: int, in_force: int, more: int, **fields: Any) -> fleet_pb2.Engine:
