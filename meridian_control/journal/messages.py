@@ -80,7 +80,8 @@ def list_decisions(
 
     def wanted(decision: Decision) -> bool:
         return (
-            (before is None or decision.time < before)
+            (not request.outcomes or decision.outcome in request.outcomes)
+            and (before is None or decision.time < before)
             and request.engine_id in ("", decision.life.engine_id)
             and request.reason in ("", decision.reason)
             and decision.life.is_called(request.request_id)

@@ -26,7 +26,7 @@ from meridian_control.fleet import decision_queries
 from meridian_control.fleet.part import Attention, Shown, answer_of, each
 from meridian_control.fleet.peers import CALL_TIMEOUT_S
 from meridian_control.fleet.turns import in_turns
-from meridian_control.page.words import counts_text, end_row
+from meridian_control.page.words import counts_text, end_row, end_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
@@ -211,15 +211,19 @@ async def capability_rows(whole: WholeFleet) -> list[tuple[str, str, str]]:
 
 
 async def newest_ends(whole: WholeFleet) -> list[fleet_pb2.LoggedDecision]:
-    """Return the decisions that ended thinking, newest first. Every request has a cap, so only reached caps count."""
+    """Return the decisions that ended thinking, newest ends first. Every request has a cap, so only reached caps
+    count."""
     forces, caps = await asyncio.gather(
         *(
-            decision_queries.decisions(whole, fleet_pb2.ListDecisionsRequest(kind=kind, page_size=ASKED_DECISIONS))
-            for kind in ("force", "cap")
+            decision_queries.decisions(
+                whole, fleet_pb2.ListDecisionsRequest(kind=kind, outcomes=outcomes, page_size=ASKED_DECISIONS)
+            )
+            for kind, outcomes in (("force", ()), ("cap", CARRIED_OUT))
         )
     )
+    # Replicas of 0.3.0 return all caps.
     reached = (d for d in caps.decisions if d.outcome in CARRIED_OUT)
-    return sorted((*forces.decisions, *reached), key=lambda d: -d.time.ToNanoseconds())[:ASKED_DECISIONS]
+    return sorted((*forces.decisions, *reached), key=lambda d: -end_time(d).ToNanoseconds())[:ASKED_DECISIONS]
 
 
 def totals(engines: Iterable[fleet_pb2.Engine]) -> dict[str, Any]:

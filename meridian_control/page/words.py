@@ -18,6 +18,8 @@ from meridian_control.common.plain_data import plain
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from google.protobuf.timestamp_pb2 import Timestamp
+
 
 def event_row(event: fleet_pb2.RequestEvent) -> dict[str, Any]:
     """Return an event of a request as the page shows it."""
@@ -47,11 +49,16 @@ def life_rows(answer: fleet_pb2.ExplainRequestResponse) -> dict[str, Any]:
     return {"life": life}
 
 
+def end_time(decision: fleet_pb2.LoggedDecision) -> Timestamp:
+    """Return when a decision ended thinking, as far as that is known: the decision on a cap is made long before."""
+    return decision.outcome_time if decision.HasField("outcome_time") else decision.time
+
+
 def end_row(decision: fleet_pb2.LoggedDecision) -> dict[str, Any]:
     """Return the row of a decision that ended thinking."""
     return {
         "key": f"{decision.session_id} {decision.decision_id}",
-        "time": decision.time.ToJsonString(),
+        "time": end_time(decision).ToJsonString(),
         "engine": decision.engine_id,
         "request": decision.request_id,
         "reason": end_text(decision.reason),

@@ -2715,6 +2715,7 @@ class ListDecisionsRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
     LOCAL_ONLY_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Id of the engine for which the decisions were made."""
@@ -2730,6 +2731,12 @@ class ListDecisionsRequest(_message.Message):
     """Empty for the first page; otherwise `next_page_token` of the previous page."""
     local_only: _builtins.bool
     """Whether to return only what the asked replica itself knows."""
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_agent_pb2.Outcome.ValueType]:
+        """Outcomes of the decisions; empty for all, also those whose outcome is not known yet. Replicas of 0.3.0 and older
+        return decisions of all outcomes.
+        """
+
     def __init__(
         self,
         *,
@@ -2739,11 +2746,12 @@ class ListDecisionsRequest(_message.Message):
         reason: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        outcomes: _abc.Iterable[_agent_pb2.Outcome.ValueType] | None = ...,
         local_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "kind", b"kind", "local_only", b"local_only", "page_size", b"page_size", "page_token", b"page_token", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "kind", b"kind", "local_only", b"local_only", "outcomes", b"outcomes", "page_size", b"page_size", "page_token", b"page_token", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,9 @@ from meridian_control.common.plain_data import plain
 from meridian_control.fleet import thinking_ends
 from meridian_control.fleet.membership import LEASE_S
 from meridian_control.fleet.thinking_ends import MAX_WAIT_MS, NAMED
+from meridian_control.page import contents
 from meridian_control.page.contents import newest_ends
+from meridian_control.page.words import end_row
 from tests.contract.clients import calling
 from tests.contract.control.fleet.test_whole_fleet import stepping
 from tests.contract.control.telemetry.test_metrics import scraped, value
@@ -306,6 +308,24 @@ async def test_the_status_page_lists_the_end(control: Control) -> None:
         "a customer waits",
         "OUTCOME_APPLIED",
     )
+
+
+async def test_the_status_page_lists_reached_caps_of_long_ago(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request gets the decision on its cap when it opens, so that other requests have newer ones."""
+    monkeypatch.setattr(contents, "ASKED_DECISIONS", 2)
+    await control.set_policy(policy(scheduler={"max_think_tokens": 5, "min_think_tokens": 0}, entropy=NOTHING))
+    with LinkedEngine([control.target]) as linked:
+        await thinking(linked, control, "a")
+        await linked.steps_until(lambda: control.engine().ends["hard_cap"])
+        for name in "bcd":
+            linked.open(name)
+        linked.step()
+        await linked.hears(lambda: control.engine().decisions["cap"] == 4)
+        (shown,) = await newest_ends(control.parts.whole)
+    assert (shown.request_id, shown.outcome) == ("a", agent_pb2.OUTCOME_APPLIED)
+    assert end_row(shown)["time"] == shown.outcome_time.ToJsonString()
 
 
 async def test_metrics(own: Process) -> None:
