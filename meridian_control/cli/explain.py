@@ -44,7 +44,7 @@ from meridian_control.cli.tables import (
     self_calibration_lines,
     self_calibration_table,
 )
-from meridian_control.common.decision_words import KINDS, decision_text, event_text, outcome_text, why
+from meridian_control.common.decision_words import KINDS, decision_text, event_text, life_state, outcome_text, why
 from meridian_control.common.look import percent, phase_text
 from meridian_control.common.plain_data import plain
 
@@ -220,16 +220,17 @@ def _heading(answer: fleet_pb2.ExplainRequestResponse) -> Iterator[str]:
     late = " or earlier, when this replica first received it" if life.joined_late else ""
     limits = f"{life.prompt_tokens} prompt tokens, max_tokens {life.max_tokens}{wishes}"
     yield f"opened {stamp_text(life.open_time)}{late}; {limits}"
-    counts = f"{life.think_tokens} thinking and {life.output_tokens} answer tokens"
-    if life.HasField("close_time"):
-        seconds = _seconds(life.close_time, life)
-        yield f"closed after {seconds:.3f} s ({life.events[-1].detail}): {counts}"
+    counts, state = f"{life.think_tokens} thinking and {life.output_tokens} answer tokens", life_state(answer)
+    if state == "finished":
+        ends = [event.detail for event in life.events if event.kind == "closed"]
+        yield f"closed after {_seconds(life.close_time, life):.3f} s ({', '.join(ends)}): {counts}"
     elif answer.HasField("live"):
         live = answer.live
         counts = f"{live.think_tokens} thinking and {live.output_tokens} answer tokens"
         yield f"live, {phase_text(live.phase)}{', preempted' if live.preempted else ''}: {counts}, rank {live.rank}"
     else:
-        yield f"end unknown, because the stream is lost: {counts} in the last report"
+        text = "live" if state == "live" else "end unknown, because the stream is lost"
+        yield f"{text}: {counts} at the newest event"
 
 
 def _related(related: fleet_pb2.RequestLife, life: fleet_pb2.RequestLife) -> str:

@@ -173,6 +173,14 @@ def last_text(last: fleet_pb2.LastDecision) -> str:
     return decision_text(last.kind, last.reason) + f" ({outcome_text(last.kind, last.outcome)})" if last.kind else ""
 
 
+def life_state(answer: fleet_pb2.ExplainRequestResponse) -> str:
+    """Return whether the explained request is finished, live, or lost with the stream of its engine."""
+    if answer.life.HasField("close_time"):
+        return "finished"
+    kinds = [event.kind for event in answer.life.events if event.kind != "decision"]
+    return "lost" if kinds[-1:] == ["stream_lost"] and not answer.HasField("live") else "live"
+
+
 def event_text(event: fleet_pb2.RequestEvent) -> str:
     """Return what happened to a request."""
     if event.HasField("decision"):

@@ -9,6 +9,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.common.decision_words import (
     end_text,
     event_text,
+    life_state,
     outcome_text,
     spelled,
     why,
@@ -44,6 +45,7 @@ def life_rows(answer: fleet_pb2.ExplainRequestResponse) -> dict[str, Any]:
     """Return a request's life as the page shows it."""
     life = plain(answer.life)
     life["events"] = [event_row(event) for event in answer.life.events]
+    life["state"] = life_state(answer)
     if answer.HasField("live"):
         life["think_tokens"], life["output_tokens"] = answer.live.think_tokens, answer.live.output_tokens
     return {"life": life}

@@ -6,6 +6,7 @@ import { place } from "./views.js";
 
 const PHASES = { PHASE_PROMPT: "prompt", PHASE_THINK: "think", PHASE_OUTPUT: "output" };
 const DOES = { prompt: "reading the prompt", think: "thinking", output: "answering" };
+const STATES = { finished: "Finished", live: "Live", lost: "End unknown, because the stream is lost" };
 const HEAD = [["Time", "num"], ["Thinking", "num"], ["Answer", "num"], ["Event"], ["Compared by the rule"], ["Outcome"]];
 let wanted = null;
 let shown = null;
@@ -27,7 +28,7 @@ export function follow() {
   ask();
 }
 
-// Asks for the request's life again, as long as the request lives.
+// Asks for the request's life again until the request has finished; a stream that is lost may come back.
 export function lookAgain() {
   if (wanted && !asking && (!shown || !shown.close_time)) ask();
 }
@@ -52,11 +53,12 @@ async function ask() {
 function show(life) {
   shown = life;
   const begin = new Date(life.open_time).getTime();
-  const end = new Date(life.close_time || Date.now()).getTime();
+  const last = life.state === "lost" ? life.events[life.events.length - 1].time : Date.now();
+  const end = new Date(life.close_time || last).getTime();
   setText("life-heading", `${life.request_id} on ${life.engine_id}`);
   const facts = [life.tenant && `tenant ${life.tenant}`, life.slo_class && `class ${life.slo_class}`,
     life.effort && `effort ${life.effort}`, life.joined_late && "beginning not observed"];
-  setText("life-about", [life.close_time ? "Finished" : "Live", counted(life.prompt_tokens, "prompt token"),
+  setText("life-about", [STATES[life.state], counted(life.prompt_tokens, "prompt token"),
     ...facts.filter(Boolean)].join(", "));
   drawBar(spans(life, begin, end), life, begin, end);
   setHead($("life-table"), HEAD);

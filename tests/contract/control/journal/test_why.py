@@ -100,6 +100,23 @@ async def test_a_live_request_is_explained_with_what_it_is_now(control: Control)
     assert missing.stderr.startswith('NOT_FOUND: no request "a" of engine "other" in the decision log')
 
 
+async def test_only_a_request_whose_stream_is_lost_has_an_unknown_end(control: Control) -> None:
+    lost = "end unknown, because the stream is lost"
+    with LinkedEngine([control.target], "other") as other:
+        with LinkedEngine([control.target]) as linked:
+            for each in (linked, other):
+                each.open("x")
+                await each.steps_until(each.caps)
+            both = await ctl(control, "explain", "x")
+        await until(lambda: not control.connected())
+        one = await ctl(control, "explain", "x")
+    assert [line.split(": ")[0] for line in both.stdout.splitlines() if line.startswith("live")] == [
+        "live, thinking",
+        "live",
+    ]
+    assert (both.stdout.count(lost), one.stdout.count(lost)) == (0, 1)
+
+
 async def test_decisions_are_listed_newest_first(control: Control) -> None:
     with LinkedEngine([control.target]) as linked:
         for name in "ab":

@@ -703,6 +703,7 @@ async def test_a_load_is_followed_from_a_tenant_to_a_request(browser: Browser, t
             await page.get_by_role("link", name="globex-2").click()
             await page.locator("#life-about", has_text="Live").wait_for()
             assert "tenant globex" in await page.locator("#life-about").inner_text()
+        await page.locator("#life-about", has_text="End unknown, because the stream is lost").wait_for()
         assert not complaints
 
 

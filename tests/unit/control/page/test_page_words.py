@@ -21,7 +21,7 @@ from meridian_control.common.decision_words import (
 from meridian_control.common.enum_names import OUTCOMES, REASONS
 from meridian_control.engine.part import UNREAD_PROBE
 from meridian_control.journal.records import OWN_CAPS
-from meridian_control.page.words import counts_text, end_row, event_row
+from meridian_control.page.words import counts_text, end_row, event_row, life_rows
 
 
 def event(kind: str, detail: str = "") -> fleet_pb2.RequestEvent:
@@ -57,6 +57,19 @@ def test_an_event_is_said_in_words(seen: fleet_pb2.RequestEvent, text: str, mark
     row = event_row(seen)
     assert (row["text"], row["mark"]) == (text, mark)
     assert "_" not in row["text"]
+
+
+@pytest.mark.parametrize(
+    ("life", "live", "state"),
+    [
+        ({"events": [event("opened"), event("stream_lost"), decided(kind="cap")]}, None, "lost"),
+        ({"events": [event("stream_lost"), event("stream_back")]}, None, "live"),
+        ({"events": [event("opened"), event("stream_lost")]}, {"think_tokens": 2}, "live"),
+        ({"events": [event("closed"), event("stream_lost")], "close_time": {"seconds": 1}}, None, "finished"),
+    ],
+)
+def test_a_life_is_live_until_its_end_or_the_loss_of_its_stream(life: Any, live: Any, state: str) -> None:
+    assert life_rows(fleet_pb2.ExplainRequestResponse(life=life, live=live))["life"]["state"] == state
 
 
 def test_every_reason_and_outcome_of_the_protocol_has_words() -> None:
