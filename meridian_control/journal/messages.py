@@ -129,6 +129,8 @@ def newest_life(answers: Iterable[fleet_pb2.ExplainRequestResponse]) -> fleet_pb
     response = fleet_pb2.ExplainRequestResponse()
     for part in parts:
         response.MergeFrom(part)
+    response.life.think_tokens = max(part.life.think_tokens for part in parts)
+    response.life.output_tokens = max(part.life.output_tokens for part in parts)
     response.life.open_time.CopyFrom(parts[0].life.open_time)
     response.life.joined_late = parts[0].life.joined_late
     response.life.events_left_out = sum(part.life.events_left_out for part in parts)

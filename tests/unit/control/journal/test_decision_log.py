@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.cli.explain import _heading
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.common.slices import SLICE_ROWS, at_once
 from meridian_control.fleet.status_messages import each_request_view
@@ -313,6 +314,42 @@ def test_a_life_that_two_replicas_tell_of_is_one() -> None:
     assert told.life.open_time == before.life.open_time
     assert (told.life.think_tokens, told.live.request_id) == (after.life.think_tokens, "a")
     assert newest_life([before]) == before
+
+
+def part(
+    tokens: tuple[int, int], *events: tuple[int, str], close_s: int | None = None
+) -> fleet_pb2.ExplainRequestResponse:
+    """Return what one replica knows of a request: its counts, and the seconds and kinds of events."""
+    life = fleet_pb2.RequestLife(think_tokens=tokens[0], output_tokens=tokens[1])
+    answer = fleet_pb2.ExplainRequestResponse(life=life)
+    answer.life.open_time.FromSeconds(events[0][0])
+    for seconds, kind in events:
+        event = answer.life.events.add(kind=kind, detail="stop" if kind == "closed" else "")
+        event.time.FromSeconds(seconds)
+    if close_s is not None:
+        answer.life.close_time.FromSeconds(close_s)
+    return answer
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        # The engine came back to the first replica.
+        (
+            part((900, 40), (100, "opened"), (110, "stream_lost"), (130, "stream_back"), (150, "closed"), close_s=150),
+            part((500, 0), (110, "opened"), (130, "stream_lost")),
+        ),
+        # The first replica noticed late that the stream was lost.
+        (
+            part((500, 0), (100, "opened"), (160, "stream_lost")),
+            part((900, 40), (110, "opened"), (150, "closed"), close_s=150),
+        ),
+    ],
+)
+def test_a_life_ends_as_the_replica_says_that_saw_the_end(parts: tuple[fleet_pb2.ExplainRequestResponse, ...]) -> None:
+    for answers in (parts, parts[::-1]):
+        *_, end = _heading(newest_life(answers))
+        assert end == "closed after 50.000 s (stop): 900 thinking and 40 answer tokens"
 
 
 def test_pages_of_several_replicas_end_between_two_moments() -> None:
