@@ -129,14 +129,15 @@ def calibrate(
         replay = _replay(traces, labels, base, model, delay_tokens)
     goal = calibration.Goal(max_loss, confidence, attempt)
     result, terminal = _search(replay, goal), console()
+    # The files come first, because the output may end early, as before `| head`.
+    figures = json.dumps(calibration_report.report(result, replay, goal), indent=2) + "\n"
+    _write(out, lambda path: path.write_text(forms.to_toml(result.policy), encoding="utf-8"))
+    _write(report, lambda path: path.write_text(figures, encoding="utf-8"))
     for sentence in calibration_report.sentences(result, replay, goal):
         terminal.say(sentence)
         terminal.say()
     if table:
         terminal.print(calibration_report.table(result, goal))
-    figures = json.dumps(calibration_report.report(result, replay, goal), indent=2) + "\n"
-    _write(out, lambda path: path.write_text(forms.to_toml(result.policy), encoding="utf-8"))
-    _write(report, lambda path: path.write_text(figures, encoding="utf-8"))
     if result.recommended is None and not (result.second and result.second.in_force):
         raise typer.Exit(FAILED)
 

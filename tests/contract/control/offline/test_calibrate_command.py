@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner, Result
 
+from meridian_control.cli.console import PlainConsole
 from meridian_control.cli.main import app
 from meridian_control.common.inference import binomial_upper
 from meridian_control.policy import formats as forms
@@ -74,6 +75,19 @@ def test_the_command(proved: Result, recorded: tuple[Path, Path]) -> None:
     assert bound <= 0.1
     says = f"The rule costs at most {100 * bound:.2f} points of accuracy with 95 % confidence, which is within the"
     assert f"{says} allowed 10.0." in told
+
+
+def test_the_files_are_written_before_the_output_which_may_end(
+    tmp_path: Path, recorded: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(PlainConsole, "say", ended)
+    (trace, labels), out, report = recorded, tmp_path / OUT, tmp_path / REPORT
+    arguments = ["calibrate", trace, "--labels", labels, *WIDE, "--out", out, "--report", report]
+    assert CliRunner().invoke(app, [*map(str, arguments)]).exit_code == FAILED
+    assert json.loads(report.read_text())["policy"] == tomllib.loads(out.read_text())
 
 
 def test_the_command_says_what_is_not_proved(tmp_path: Path, recorded: tuple[Path, Path]) -> None:
