@@ -53,14 +53,15 @@ def record(
 ) -> None:
     """Write a trace of the messages between engines and control plane: signals and decisions, no text."""
     progress = PlainConsole(stderr=True)
-    with connect(context) as client, TraceWriter(out) as writer, progress.status("waiting") as status:
+    with connect(context) as client:
+        writer, status = TraceWriter(out), progress.status("waiting")
         recorder = Recorder(
             client.fleet, writer, RecordingLimits(duration, requests), lambda w: status.update(_recorded(w, requests))
         )
         try:
-            recorder.run(engine)
+            with writer, status:
+                recorder.run(engine)
         finally:
-            status.stop()
             if writer.records:
                 breaks = f", {recorder.breaks} interruptions" if recorder.breaks else ""
                 say(f"{out}: {_recorded(writer)}{breaks}")

@@ -90,8 +90,8 @@ class TraceWriter:
 
     @property
     def size_bytes(self) -> int:
-        """Compressed bytes written so far, without those that the compressor still buffers."""
-        return self._raw.tell()
+        """Compressed bytes in the file, without those that are still buffered."""
+        return self.path.stat().st_size
 
     def __enter__(self) -> TraceWriter:
         return self

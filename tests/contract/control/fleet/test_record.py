@@ -269,6 +269,7 @@ async def test_record_so_many_requests(control: Control, tmp_path: Path) -> None
     result = await recording_
     assert result.exit_code == OK, result.output
     assert result.stdout.startswith(f"{out}: 3 requests, ")
+    assert result.stdout.endswith(f", {out.stat().st_size} bytes\n")
     records = list(read(out))
     assert records[0].up.HasField("hello")
     assert len(records[-1].up.step.closed) == 1
