@@ -198,7 +198,7 @@ def _requests(engines: Sequence[fleet_pb2.Engine]) -> dict[str, int]:
 
 
 def _freezes(entries: Sequence[freeze_pb2.StoredFreeze]) -> str:
-    texts = [f"{e.freeze_id} until {e.end_time.ToDatetime():%H:%M:%S UTC}: {e.reason}" for e in entries[:SHOWN]]
+    texts = [f"{e.freeze_id} until {stamp_text(e.end_time)}: {e.reason}" for e in entries[:SHOWN]]
     return ", ".join((*texts, *(["…"] if len(entries) > SHOWN else []))) or "none"
 
 
