@@ -14,6 +14,7 @@ directory. A relative path in the context file starts at the folder of the conte
 import json
 import os
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -97,12 +98,15 @@ def use(name: str) -> Path:
     assert file is not None, "a context has been found"
     line = f"current = {json.dumps(name, ensure_ascii=False)}"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes().decode()
         head, tables, rest = re.fullmatch(r"(.*?)(^\s*\[|\Z)(.*)", text, re.DOTALL | re.MULTILINE).groups()  # type: ignore[union-attr]
-        changed, count = re.subn(r"^\s*current\s*=.*$", lambda _: line, head, count=1, flags=re.MULTILINE)
-        draft = file.with_name(f"{file.name}.{os.getpid()}")
-        draft.write_text((changed if count else f"{line}\n\n{head}") + tables + rest, encoding="utf-8")
-        draft.replace(file)
+        changed, count = re.subn(r"^\s*current\s*=[^\r\n]*", lambda _: line, head, count=1, flags=re.MULTILINE)
+        end = "\r\n" if "\r\n" in text else "\n"
+        target = file.resolve()
+        draft = target.with_name(f"{target.name}.{os.getpid()}")
+        draft.write_bytes(((changed if count else line + 2 * end + head) + tables + rest).encode())
+        shutil.copymode(target, draft)
+        draft.replace(target)
     except OSError as error:
         raise FileError(file, "", f"cannot be written: {error.strerror}") from error
     return file

@@ -79,6 +79,18 @@ async def test_a_context_is_chosen_and_nothing_else_changes(contexts: Path) -> N
     )
 
 
+async def test_choosing_a_context_keeps_links_modes_and_line_ends(contexts: Path) -> None:
+    file = contexts.with_name("shared.toml")
+    contexts.symlink_to(file)
+    rest = b'[contexts.a]\r\nserver = "a"\r\n[contexts.b]\r\nserver = "b"\r\n'
+    for before, after in ((b'current = "a"\r\n', b'current = "b"\r\n'), (b"", b'current = "b"\r\n\r\n')):
+        file.write_bytes(before + rest)
+        file.chmod(0o600)
+        assert (await run("context", "use", "b", server="")).exit_code == OK
+        assert (contexts.is_symlink(), file.stat().st_mode & 0o777) == (True, 0o600)
+        assert file.read_bytes() == after + rest
+
+
 async def test_no_contexts(contexts: Path) -> None:
     assert (await run("context", "list", server="")).stdout == f"no context is defined in {contexts}\n"
 
