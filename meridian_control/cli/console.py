@@ -443,10 +443,10 @@ def moment(text: str) -> datetime:
         if text[-1:] in UNITS_S and text[:-1].isdecimal():
             return datetime.now(UTC) - timedelta(seconds=duration_s(text))
         time = datetime.fromisoformat(text)
+        return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         wanted = "a time such as 2026-01-31T12:00, in UTC, or a duration before the present such as 10m"
         raise typer.BadParameter(f"must be {wanted}; got {text!r}") from None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 # Option of the commands that list what has happened.

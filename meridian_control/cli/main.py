@@ -5,6 +5,7 @@ The module owns the commands' names, the common options and the exit codes. The 
 through its gRPC API, on one thread with blocking calls.
 """
 
+import io
 import os
 import sys
 import time
@@ -386,6 +387,9 @@ def main() -> None:
         # Without this look a command would print nothing and succeed.
         say("cannot write the output: standard output is closed", err=True)
         sys.exit(FAILED)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Not every terminal's encoding has each sign of a table or of a name.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         # Python puts a surrogate in place of a byte that is not UTF-8, and no message of the API can hold one.
         "".join(sys.argv).encode()

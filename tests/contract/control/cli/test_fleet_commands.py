@@ -176,6 +176,14 @@ async def test_a_value_that_would_stand_for_everything_is_refused(control: Contr
     assert complaint in " ".join(refused.stderr.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("text", ["0001-01-01T00:00+14:00", "9999-12-31T23:59-14:00", "yesterday"])
+async def test_a_time_that_no_message_can_hold_is_refused(control: Control, text: str) -> None:
+    for words in (("audit", "--until"), ("decisions", "--since")):
+        refused = await control(*words, text)
+        assert (refused.exit_code, refused.stdout) == (INVALID, "")
+        assert "must be a time such as" in " ".join(refused.stderr.replace("│", " ").split())
+
+
 NUMBERS = (
     *("wait --timeout", "freeze --for 1m --reason x --wait", "end r --wait", "record never.trace --duration"),
     *("calibrate never.trace --max-loss", "calibrate never.trace --confidence"),

@@ -82,6 +82,13 @@ def test_output_that_cannot_be_written() -> None:
     assert (ended.returncode, ended.stderr) == (1, "cannot write the output: No space left on device\n")
 
 
+def test_output_whose_encoding_lacks_a_sign(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[contexts.'é']\nserver = 'a:1'\n", encoding="utf-8")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "MERIDIAN_CONTEXTS": str(tmp_path / "c.toml")}
+    listed = subprocess.run([*MERIDIANCTL, "context", "list"], env=environment, capture_output=True, check=False)
+    assert (listed.returncode, b" \\xe9 " in listed.stdout) == (0, True)
+
+
 def test_output_that_is_closed() -> None:
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *MERIDIANCTL, "engines"]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
