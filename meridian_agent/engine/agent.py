@@ -628,7 +628,8 @@ class Agent:
 
     def _counters(self) -> tuple[float, ...]:
         """Return the values of COUNTERS. Called on gRPC's thread."""
-        thread_seconds = self.link.thread_seconds.total()
+        # The engine's thread may change them meanwhile.
+        worker_seconds, thread_seconds = self.worker_seconds, self.link.thread_seconds.total()
         return (
             self.preempted_think,
             self.output_critical,
@@ -636,13 +637,13 @@ class Agent:
             self.queues.think_skips,
             self.link.outbox.reports_dropped,
             self.probing.tokens,
-            self.hook_seconds + self.worker_seconds + thread_seconds,
+            self.hook_seconds + worker_seconds + thread_seconds,
             self.scheduler_seconds,
             self.link.outbox.round_trip_ms,
             self.calm.calm_steps,
             self.calm.full_steps,
             self.preemption.recomputed.total,
             self.blocks.kept.given_up,
-            self.worker_seconds,
+            worker_seconds,
             thread_seconds,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from meridian_agent.core.directives import CAPS, ORDER
 from meridian_agent.core.phases import NO_MARKERS, Phase, begin
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.sentences import NO_SENTENCES
-from meridian_agent.core.step_record import Outcome
+from meridian_agent.core.step_record import COUNTERS, Outcome
 from meridian_agent.core.step_signals import REQUEST
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts
@@ -89,6 +90,16 @@ def test_settings_that_come_while_an_idle_engine_looks_are_obeyed(
     monkeypatch.setattr(agent.link, "lapsed", lambda: 0)
     agent.take_arrived(scheduler_of())
     assert (agent.tracker.default_cap, agent.tracker.default_reserves) == (50, (9, 9))
+
+
+def test_the_seconds_of_the_hooks_do_not_fall_when_a_step_ends_meanwhile(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control plane computes them as what is left of all, and Prometheus takes a fall for a restart."""
+    steps = itertools.count(1.0)
+    monkeypatch.setattr(Agent, "worker_seconds", property(lambda _: next(steps)), raising=False)
+    said = dict(zip(COUNTERS, agent._counters(), strict=True))
+    assert said["agent_seconds"] - said["worker_seconds"] - said["thread_seconds"] == pytest.approx(agent.hook_seconds)
 
 
 def test_caps_end_with_their_lease_also_where_a_freeze_begins_in_that_step(
