@@ -116,10 +116,12 @@ def from_labels(path: Path, episodes: Episodes) -> Judge:
     correct: dict[tuple[int, int], list[float]] = {}
     groups: dict[int, str] = {}
     rows = _rows(path)
+    if not rows:
+        raise FileError(path, "", "holds no label")
     labelled = {row["request_id"] for _, row in rows}
     strangers = labelled - set(numbers)
     shared = {name for name in labelled if numbers.get(name) == SHARED}
-    if rows and strangers | shared == labelled:
+    if strangers | shared == labelled:
         line, row = rows[0]
         why = "names several requests" if row["request_id"] in shared else "is not in the trace, nor is any other"
         raise FileError(path, f"{line}:", f"request_id {row['request_id']!r} {why}")

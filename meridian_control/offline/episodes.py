@@ -249,9 +249,11 @@ def collect(paths: Iterable[Path], model: str = "") -> Episodes:
                 collector.add_record(record)
             except BadReport as error:
                 raise FileError(path, f" record {number}:", str(error)) from error
+    names = ", ".join(sorted(collector.models))
     if path is not None and not model and len(collector.models) > 1:
-        names = ", ".join(sorted(collector.models))
         raise FileError(path, "", f"holds several models ({names}): choose one with --model")
+    if path is not None and model and names and model not in collector.models:
+        raise FileError(path, "", f"holds no request of the model {model!r}, but of {names}")
     episodes = _episodes(collector)
     if path is not None and len(episodes.fingerprints) > 1:
         names = ", ".join(sorted(episodes.fingerprints))

@@ -195,6 +195,13 @@ def test_the_command_with_files_it_cannot_use(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (INVALID, why)
     result = run(good)
     assert (result.exit_code, result.stderr) == (FAILED, "10 requests are needed in each half; there are 2, 2\n")
+    (tmp_path / "labels.jsonl").write_text("")
+    for options, file, why in (
+        (("--model", "nope"), good, "holds no request of the model 'nope', but of m"),
+        (("--labels", tmp_path / "labels.jsonl"), tmp_path / "labels.jsonl", "holds no label"),
+    ):
+        result = run(good, *options)
+        assert (result.exit_code, result.stderr) == (INVALID, f"{file}: {why}\n")
     # Without labels too, a request that counts twice would prove more than was recorded.
     result = run(good, good)
     why = f"{good}: cannot be used: the traces hold several requests with the id "
