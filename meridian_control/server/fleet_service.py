@@ -30,6 +30,8 @@ Shown = TypeVar("Shown", bound=Message)
 Paged: TypeAlias = fleet_pb2.ListEnginesRequest | fleet_pb2.ListRequestsRequest
 
 WATCH_MS, MIN_WATCH_MS = 1000, 50
+# Seconds for which the live requests are kept for further pages.
+KEPT_S = 5.0
 # Largest number of bytes of a page, because by default gRPC's clients refuse messages above 4 MiB; of a page for
 # another replica; and of the only page for a replica of version 0.3.0, which asks for no second one.
 PAGE_BYTES, REPLICA_BYTES, ONLY_PAGE_BYTES = 2 << 20, 16 << 20, 60 << 20
@@ -38,8 +40,11 @@ PAGE_BYTES, REPLICA_BYTES, ONLY_PAGE_BYTES = 2 << 20, 16 << 20, 60 << 20
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(self, whole: WholeFleet) -> None:
         self._whole, self._stopped = whole, asyncio.Event()
-        # A list of all live requests may take a hundred megabytes, so one is made at a time.
+        # A list of all live requests may take a hundred megabytes, so one is made at a time, and one is kept for the
+        # further pages: the selection, the requests, and the replicas that did not answer.
         self._listing = asyncio.Lock()
+        self._listed: tuple[tuple[str, bool], list[fleet_pb2.LiveRequest], list[str]] | None = None
+        self._forgetting: asyncio.TimerHandle | None = None
         # Methods that capabilities answer, by name.
         self._answers = {name: answer for part in whole.fleet.parts.values() for name, answer in part.calls().items()}
 
@@ -61,10 +66,22 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.ListRequestsRequest, context: Context
     ) -> fleet_pb2.ListRequestsResponse:
         async with self._listing:
-            requests, unreachable = await self._whole.requests(request.engine_id, request.local_only)
+            asked = request.engine_id, request.local_only
+            if not request.page_token or self._listed is None or self._listed[0] != asked:
+                self._forget()
+                self._listed = (asked, *await self._whole.requests(*asked))
+                self._forgetting = asyncio.get_running_loop().call_later(KEPT_S, self._forget)
+            _, requests, unreachable = self._listed
             shown, token = self._page(requests, request)
+            if not token:
+                self._forget()
             del requests
         return fleet_pb2.ListRequestsResponse(requests=shown, next_page_token=token, unreachable_replicas=unreachable)
+
+    def _forget(self) -> None:
+        self._listed = None
+        if self._forgetting is not None:
+            self._forgetting.cancel()
 
     @staticmethod
     def _page(entries: list[Shown], request: Paged) -> tuple[list[Shown], str]:

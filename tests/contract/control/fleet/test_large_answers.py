@@ -56,12 +56,25 @@ async def all_pages(call: Any, request: Any) -> list[Any]:
     return pages
 
 
-async def test_pages_have_a_bound_in_bytes(control: Control) -> None:
-    names = connected(control, SOME)
+async def test_pages_have_a_bound_in_bytes_and_come_from_one_look(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, looks = connected(control, SOME), list[str]()
+    look = control.fleet.views.requests_in_turns
+
+    def counted(engine_id: str) -> Any:
+        looks.append(engine_id)
+        return look(engine_id)
+
+    monkeypatch.setattr(control.fleet.views, "requests_in_turns", counted)
     # This client has gRPC's own limits.
     async with grpc.aio.insecure_channel(control.target) as channel:
         stub = fleet_pb2_grpc.FleetServiceStub(channel)
         pages = await all_pages(stub.ListRequests, fleet_pb2.ListRequestsRequest(page_size=1000))
+        assert (len(pages) > 1, looks) == (True, [""])
+        await stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1))
+        await stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1, page_token="1", engine_id="other"))
+        assert looks == ["", "", "other"]
     assert [live.request_id for page in pages for live in page.requests] == names
     assert max(page.ByteSize() for page in pages) <= PAGE_BYTES + 64
 
