@@ -319,8 +319,8 @@ class ControlStream:
         if kind != "welcome" and self.inbox.too_much(decisions_in(response.directives), elsewhere):
             self._give_up("messages or decisions wait for the engine")
         elif kind == "directives":
-            self.lease.heard(self.outbox.answered(response.directives.step))
-            self.mailbox.deliver(response.directives, self.outbox.ring)
+            waits_since = self.outbox.answered(response.directives.step)
+            self.mailbox.deliver(response.directives, self.outbox.ring, waits_since)
         elif kind == "settings":
             self._receive_settings(response.settings)
         elif kind == "freeze":

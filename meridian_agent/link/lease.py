@@ -47,6 +47,8 @@ class Lease:
         self.attention = False
         # No request is live, so no step will follow that could report outcomes. Set on the engine's thread.
         self.idle = True
+        # Clock time at which the newest idle time began.
+        self._idle_since = clock()
         self.revision = 0
         # The newest settings that have been put in force, with their markers.
         self.held: tuple[agent_pb2.Settings, Any] | None = None
@@ -72,15 +74,27 @@ class Lease:
     # -------------------------------------------------------------------------------------------- the control plane
 
     def begins(self) -> None:
-        """End the idle time, because a request has arrived. The silence so far no longer counts: no decision about this
-        request can be old."""
+        """End the idle time, because a request has arrived."""
+        self._leave_out_idle_time()
         self.idle = False
-        if self.connected:
-            self._lost_since = self.unheard_since = None
 
     def falls_idle(self) -> None:
         """Begin an idle time, because no request is live any more."""
+        if not self.idle:
+            self._idle_since = self.clock()
         self.idle = True
+
+    def _leave_out_idle_time(self) -> None:
+        """Let a silence count as if the idle time so far had not been: an idle engine with a stream waits for no
+        answer. The caller holds the mailbox's lock, so that no answer arrives meanwhile."""
+        if self.idle and self.connected:
+            began_s, self._idle_since = self._idle_since, self.clock()
+            self._lost_since = self._until_now(self._lost_since, began_s)
+            self.unheard_since = self._until_now(self.unheard_since, began_s)
+
+    def _until_now(self, then: float | None, end_s: float) -> float | None:
+        """Return since when a silence lasts that began at `then` and does not count after `end_s`."""
+        return None if then is None else self.clock() - max(0.0, end_s - then)
 
     def call_for_attention(self) -> None:
         """Let the engine look into the inbox and the mailbox before its next step. Any thread calls this, after it has
@@ -112,6 +126,7 @@ class Lease:
 
     def lost(self) -> None:
         """Note that the stream has ended; its silence before the end counts towards the lease."""
+        self._leave_out_idle_time()
         if self._lost_since is None:
             self._lost_since = self.unheard_since if self.unheard_since is not None else self.clock()
         self.connected = False

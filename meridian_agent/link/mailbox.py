@@ -111,9 +111,11 @@ class Mailbox:
                 self._waiting.append(arrived)
                 self._lease.call_for_attention()
 
-    def deliver(self, directives: agent_pb2.Directives, ring: RecordRing) -> None:
-        """Put directives into the inbox; if the engine is idle, report their outcomes on `ring`."""
+    def deliver(self, directives: agent_pb2.Directives, ring: RecordRing, waits_since: float | None) -> None:
+        """Note the answer in the lease, and put directives into the inbox; if the engine is idle, report their outcomes
+        on `ring`. waits_since: as in `Lease.heard`."""
         with self._lock:
+            self._lease.heard(waits_since)
             if report := self._inbox.settle_if_idle(directives):
                 ring.put(agent_pb2.ConnectRequest(step=report))
             self._inbox.put(directives)

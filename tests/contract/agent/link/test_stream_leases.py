@@ -82,6 +82,22 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
     assert f"stream to {scripted.target} ended: nothing heard for 30.1 s" in caplog.text
 
 
+async def test_an_engine_leaves_a_control_plane_that_hangs_also_if_it_is_often_idle(scripted: Scripted) -> None:
+    """The engine is never busy for as long as a lease."""
+    clock = Clock()
+    with LinkedEngine([scripted.target], clock=clock) as engine:
+        await until(lambda: engine.link.lease.connected)
+        for burst in (1, 2):
+            engine.open("a")
+            await engine.steps_until(lambda wanted=burst: scripted.kinds().count("step") >= 2 * wanted)  # type: ignore[misc]
+            clock.now += 20.0
+            assert bool(engine.link.lapsed()) == (burst == 2)
+            engine.engine.finish("a")
+            engine.step()
+            clock.now += 60.0
+        await until(lambda: scripted.kinds().count("hello") == 2)
+
+
 async def test_a_server_that_only_welcomes(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
     """A server that welcomes and closes streams again and again renews no lease. One answer from the control plane
     makes the agent READY again."""

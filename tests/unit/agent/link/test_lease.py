@@ -140,3 +140,56 @@ def test_an_engine_without_its_control_plane_is_steady_but_for_the_end_of_a_free
     now_s += 60
     assert not lease.frozen()
     assert lease.steady_until() == float("inf")
+
+
+def test_the_silence_of_a_busy_engine_adds_up_over_idle_times() -> None:
+    """A control plane that hangs loses its lease although the engine is never busy for as long as a lease, however long
+    the engine is idle in between, and whether or not an idle engine reports something."""
+    now_s = 0.0
+    lease = Lease(lambda: now_s)
+    lease.found()
+    lease.answers_soon = True
+    silences = []
+    for idle_s, reports, new_stream in ((1.0, 0, 0), (3600.0, 0, 1), (3600.0, 1, 0), (1.0, 0, 0)):
+        lease.begins()
+        if new_stream:
+            lease.lost()
+            lease.found()
+        lease.asks(now_s)
+        now_s += 10.0
+        silences.append((lease.silent_s(), lease.state, bool(lease.over(lease.silent_s()))))
+        lease.falls_idle()
+        assert (lease.silent_s(), lease.state) == (0.0, agent_pb2.AGENT_STATE_READY)
+        now_s += idle_s / 2
+        if reports:
+            lease.asks(now_s)
+            lease.falls_idle()
+        now_s += idle_s / 2
+    stale, degraded = agent_pb2.AGENT_STATE_STALE, agent_pb2.AGENT_STATE_DEGRADED
+    assert silences == [(10.0, stale, False), (20.0, stale, False), (30.0, stale, False), (40.0, degraded, True)]
+    lease.begins()
+    lease.heard()
+    assert (lease.silent_s(), lease.state) == (0.0, agent_pb2.AGENT_STATE_READY)
+
+
+def test_what_an_idle_engine_reports_last_waits_only_while_the_engine_is_busy() -> None:
+    """An answer that names an older report leaves the last one waiting; the silence begins with the next request, or
+    with the end of the stream."""
+    for ends in (False, True):
+        now_s = 0.0
+        lease = Lease(lambda: now_s)  # noqa: B023
+        lease.found()
+        lease.begins()
+        now_s = 10.0
+        lease.falls_idle()
+        now_s = 7200.0
+        lease.heard(9.0)
+        if ends:
+            lease.lost()
+        else:
+            lease.begins()
+        assert lease.silent_s() == 1.0
+        assert lease.over(lease.silent_s()) == 0
+        lease.begins()
+        now_s += 30.0
+        assert lease.over(lease.silent_s()) == ALL_BUT_CAPS
