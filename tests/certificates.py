@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DAY = timedelta(days=1)
+PrivateKey: TypeAlias = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,21 @@ class Authority:
         self._name = _named(name)
         self.file.write_bytes(_pem(self._builder(self._name, self._key, ca=True).sign(self._key, hashes.SHA256())))
 
-    def issue(self, name: str, uri: str = "", file: str = "", lasts: timedelta = DAY, dns: str = "") -> Issued:
+    def issue(
+        self,
+        name: str,
+        uri: str = "",
+        file: str = "",
+        lasts: timedelta = DAY,
+        dns: str = "",
+        *,
+        key: PrivateKey | None = None,
+    ) -> Issued:
         """Issue a certificate for servers on this machine and for clients, in files named `file`, by default `name`.
 
         `lasts` is negative for a certificate that has expired.
         """
-        key = ec.generate_private_key(ec.SECP256R1())
+        key = key or ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         if dns:
             names.append(x509.DNSName(dns))
@@ -61,7 +71,7 @@ class Authority:
         return issued
 
     def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, ca: bool = False, until: datetime | None = None
+        self, subject: x509.Name, key: PrivateKey, ca: bool = False, until: datetime | None = None
     ) -> x509.CertificateBuilder:
         now = datetime.now(UTC)
         return (

@@ -8,6 +8,8 @@ thread.
 from __future__ import annotations
 
 import logging
+import re
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -55,6 +57,10 @@ class AgentCredentials:
             raise ValueError("MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY belong together")
         files = {"MERIDIAN_TLS_CA": self.ca, "MERIDIAN_TLS_CERT": self.cert, "MERIDIAN_TLS_KEY": self.key}
         ca, cert, key = (_bytes(name, path) if path else None for name, path in files.items())
+        if ca is not None:
+            _check_ca(self.ca, ca)
+        if cert is not None:
+            _check_key_pair(self.cert, self.key)
         return grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, cert), options)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -68,11 +74,11 @@ class AgentCredentials:
             return ()
         if not self.ca and not self.cert:
             raise ValueError("MERIDIAN_TOKEN_FILE needs TLS: set MERIDIAN_TLS_CA")
-        token = _bytes("MERIDIAN_TOKEN_FILE", self.token_file).decode("ascii").strip()
-        if not token.isprintable():
+        token = _bytes("MERIDIAN_TOKEN_FILE", self.token_file).strip()
+        if not re.fullmatch(rb"[ -~]+", token):
             # gRPC would refuse the token with an error that quotes it.
-            raise ValueError("the token in MERIDIAN_TOKEN_FILE has control characters")
-        return (("authorization", f"Bearer {token}"),)
+            raise ValueError(f"MERIDIAN_TOKEN_FILE={self.token_file!a}: holds no token of printable ASCII characters")
+        return (("authorization", f"Bearer {token.decode()}"),)
 
 
 def _bytes(name: str, path: str) -> bytes:
@@ -81,6 +87,28 @@ def _bytes(name: str, path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"{name}={path!a}: {error.strerror}") from error
+
+
+def _check_ca(path: str, pem: bytes) -> None:
+    """Raise ValueError for a file without a certificate: gRPC takes an empty one for none, and would trust all public
+    CAs; of any other it says only that the handshake fails."""
+    try:
+        # Python takes ASCII only; comments between the certificates may have other bytes.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError(f"MERIDIAN_TLS_CA={path!a}: holds no PEM certificate") from error
+
+
+def _check_key_pair(cert: str, key: str) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # How strong a key must be is the server's decision.
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")
+    try:
+        # Without a password, OpenSSL would ask for it on the terminal.
+        context.load_cert_chain(cert, key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        why = f"no PEM certificate with its private key, without a password ({error})"
+        raise ValueError(f"MERIDIAN_TLS_CERT={cert!a} and MERIDIAN_TLS_KEY={key!a}: {why}") from error
 
 
 def _proxy() -> str:

@@ -29,7 +29,7 @@ def trouble(target: str, credentials: AgentCredentials) -> str:
                 return _secured(connection, place[0], credentials)
             return _plain(connection, place[0])
     except Exception:
-        # Nobody listens, or the files cannot be read, which gRPC's own error says.
+        # Nobody listens, or the files have been replaced by others since gRPC used them.
         return ""
 
 

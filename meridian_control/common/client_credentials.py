@@ -6,6 +6,7 @@ again for every call, so that its file can be replaced while the client runs.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
@@ -13,6 +14,7 @@ from typing import Self
 import grpc
 
 from meridian_control.common.environment import read
+from meridian_control.common.pem_files import authorities, key_pair
 
 # Environment variable of each path.
 VARIABLES = {
@@ -54,8 +56,8 @@ class ClientCredentials:
             return None
         if bool(self.cert) != bool(self.key):
             raise ValueError("a certificate and its key belong together: name both")
-        ca, cert, key = (Path(path).read_bytes() if path else None for path in (self.ca, self.cert, self.key))
-        credentials = grpc.ssl_channel_credentials(ca, key, cert)
+        key, cert = key_pair(Path(self.cert), Path(self.key)) if self.cert else (None, None)
+        credentials = grpc.ssl_channel_credentials(authorities(Path(self.ca)) if self.ca else None, key, cert)
         if self.token_file:
             _token(self.token_file)
             shown = grpc.metadata_call_credentials(_Shown(self.token_file))
@@ -77,4 +79,7 @@ class _Shown(grpc.AuthMetadataPlugin):
 
 
 def _token(path: str) -> str:
-    return Path(path).read_text(encoding="ascii").strip()
+    token = Path(path).read_bytes().strip()
+    if not re.fullmatch(rb"[ -~]+", token):
+        raise ValueError(f"{path}: holds no token of printable ASCII characters")
+    return token.decode()

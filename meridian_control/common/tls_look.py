@@ -45,7 +45,7 @@ def trouble(target: str, credentials: ClientCredentials, names: Names = Names())
                 return _secured(connection, place[0], credentials, names)
             return _plain(connection, place[0], names)
     except (OSError, ValueError):
-        # Nobody listens, or the files cannot be read, which gRPC's own error says.
+        # Nobody listens, or the files have been replaced by others since gRPC used them.
         return ""
 
 

@@ -1,6 +1,6 @@
 """Provides the TLS credentials of the server, whose certificate, key and client CA are renewed by replacing the files.
 
-The module owns the checks of a key pair. The next connection uses new files; open connections stay. gRPC asks for the
+The next connection uses new files; open connections stay. gRPC asks for the
 credentials before each handshake, on threads of its own.
 """
 
@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+from meridian_control.common.pem_files import authorities, key_pair
 from meridian_control.common.reloading_file import Reloaded
 
 if TYPE_CHECKING:
@@ -46,24 +44,5 @@ def server_credentials(
 
 
 def _configuration(cert: Path, key: Path, client_ca: Path | None) -> Configuration:
-    chain, secret = cert.read_bytes(), key.read_bytes()
-    leaf = _certificates(cert, chain)[0]
-    try:
-        private = load_pem_private_key(secret, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ValueError(f"{key}: is no PEM private key without a password") from error
-    # The check can fail for a moment while certificate and key are replaced one after the other.
-    if private.public_key() != leaf.public_key():
-        raise ValueError(f"{key}: is not the key of {cert}")
-    roots = None
-    if client_ca is not None:
-        roots = client_ca.read_bytes()
-        _certificates(client_ca, roots)
-    return grpc.ssl_server_certificate_configuration([(secret, chain)], root_certificates=roots)
-
-
-def _certificates(path: Path, pem: bytes) -> list[x509.Certificate]:
-    try:
-        return x509.load_pem_x509_certificates(pem)
-    except ValueError as error:
-        raise ValueError(f"{path}: holds no PEM certificate") from error
+    roots = authorities(client_ca) if client_ca is not None else None
+    return grpc.ssl_server_certificate_configuration([key_pair(cert, key)], root_certificates=roots)

@@ -196,7 +196,7 @@ async def test_a_link_whose_files_are_no_good_says_so(secured: Secured, caplog: 
         (agent_credentials.AgentCredentials(token_file="/no/token"), "MERIDIAN_TOKEN_FILE needs TLS"),
         (
             agent_credentials.AgentCredentials(ca=str(secured.authority.file), token_file=str(broken)),
-            "the token in MERIDIAN_TOKEN_FILE has control characters",
+            "holds no token of printable ASCII characters",
         ),
         (
             agent_credentials.AgentCredentials(ca=str(secured.authority.file), cert="x"),

@@ -6,19 +6,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from meridian.v1 import agent_pb2, fleet_pb2
 from typer.testing import CliRunner
 
 from meridian_agent.link.control_stream import ControlStream
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_control.cli.main import app
-from meridian_control.common.client_credentials import ClientCredentials
+from meridian_control.common.client_credentials import VARIABLES, ClientCredentials
 from meridian_control.fleet import peers
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import Peers
@@ -117,6 +126,66 @@ def test_the_agents_log_names_the_cause(servers: Servers, name: str, caplog: pyt
         link.stop()
     for part in found.parts:
         assert part.format(ca="MERIDIAN_TLS_CA", cert="MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY") in caplog.text
+
+
+# Files in the place of a CA, a certificate or a key, or of a token, that cannot be used.
+UNUSABLE = [
+    *(("ca", kind) for kind in ("empty", "no PEM", "DER", "key")),
+    *(("cert", kind) for kind in ("empty", "no PEM", "key")),
+    *(("key", kind) for kind in ("empty", "no PEM", "key of another", "key with a password")),
+    *(("token_file", kind) for kind in ("empty", "two lines", "no ASCII")),
+]
+
+
+@pytest.mark.parametrize(("field", "kind"), UNUSABLE)
+def test_a_file_that_cannot_be_used_is_named(field: str, kind: str, tmp_path: Path) -> None:
+    """gRPC takes an empty CA for none, and would send the token to every server with a certificate of a public CA. Of
+    most other files it says only that the handshake fails."""
+    ours = Authority(tmp_path)
+    good, other = ours.issue("good"), ours.issue("other")
+    private = load_pem_private_key(other.key.read_bytes(), password=None)
+    bad = tmp_path / "bad"
+    bad.write_bytes(
+        {
+            "empty": b"\n",
+            "no PEM": b"not a certificate\n",
+            "DER": ssl.PEM_cert_to_DER_cert(good.ca.read_text()),
+            "key": good.key.read_bytes(),
+            "key of another": other.key.read_bytes(),
+            "key with a password": private.private_bytes(
+                Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+            ),
+            "two lines": b"a\nb",
+            "no ASCII": "é".encode(),
+        }[kind]
+    )
+    token = tmp_path / "token"
+    token.write_text("secret")
+    files = {"ca": str(good.ca), "cert": str(good.cert), "key": str(good.key), "token_file": str(token)}
+    fits, wrong = AgentCredentials(**files), AgentCredentials(**{**files, field: str(bad)})
+    fits.open("127.0.0.1:1", ()).close()
+    assert fits.metadata() == (("authorization", "Bearer secret"),)
+    with pytest.raises(ValueError, match=VARIABLES[field]) as raised:
+        (wrong.metadata if field == "token_file" else partial(wrong.open, "127.0.0.1:1", ()))()
+    assert "secret" not in str(raised.value)
+    ClientCredentials(**files).channel()
+    with pytest.raises(ValueError, match=str(bad)):
+        ClientCredentials(**{**files, field: str(bad)}).channel()
+
+
+@pytest.mark.parametrize("credentials", [AgentCredentials, ClientCredentials])
+def test_files_that_gRPC_can_use_are_used(  # noqa: N802
+    credentials: type[AgentCredentials | ClientCredentials], tmp_path: Path
+) -> None:
+    """A bundle of CAs may have comments in any encoding, and keys may be shorter than OpenSSL's usual ones."""
+    ours = Authority(tmp_path)
+    issued = ours.issue("short", key=rsa.generate_private_key(65537, 1024))
+    issued.ca.write_bytes("# Zertifizierungsstelle für uns\n".encode("latin-1") + 2 * issued.ca.read_bytes())
+    fits = credentials(str(issued.ca), str(issued.cert), str(issued.key))
+    if isinstance(fits, AgentCredentials):
+        fits.open("127.0.0.1:1", ()).close()
+    else:
+        assert fits.channel() is not None
 
 
 def _nothing(_: agent_pb2.Settings) -> None:
