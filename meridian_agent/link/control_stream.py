@@ -118,7 +118,7 @@ class ControlStream:
         # Reason the agent had for ending the stream, for the log; empty if the server or the network ended it. And the
         # level of that line: the end may belong to normal work.
         self._why, self._why_level = "", logging.WARNING
-        # The agent ended the stream because too many messages or decisions waited.
+        # The agent ended the stream because too many messages or decisions waited, or because a lease had run out.
         self._gave_up = False
         # The stream that is being opened must end at once, because its Hello or its deadline may be out of date.
         self._outdated = False
@@ -197,6 +197,7 @@ class ControlStream:
         """
         lease = self.lease
         if lease.connected and lease.over(unheard_s := lease.unheard_s()):
+            self._gave_up = True
             self.restart(f"nothing heard for {unheard_s:.1f} s", logging.WARNING)
         return lease.over(lease.silent_s())
 
@@ -232,7 +233,7 @@ class ControlStream:
             logger.exception("meridian: the stream failed")
         held = heard and not self._gave_up and self.lease.clock() - began_s > SETTLED_S
         self._attempt = 0 if held else self._attempt + 1
-        if heard:
+        if held:
             self._order = []
         return _doubled(BACKOFF_S, self._attempt) * (0.5 + self._jitter())
 

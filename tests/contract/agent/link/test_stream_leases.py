@@ -82,6 +82,19 @@ async def test_a_stream_that_is_silent_past_the_lease_is_given_up(
     assert f"stream to {scripted.target} ended: nothing heard for 30.1 s" in caplog.text
 
 
+async def test_a_control_plane_that_hangs_is_left_for_another(scripted: Scripted, control: Control) -> None:
+    """Also if chance would choose it again."""
+    clock = Clock()
+    with LinkedEngine([scripted.target, control.target], clock=clock) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: "step" in scripted.kinds())
+        clock.now += 30.1
+        assert engine.link.lapsed()
+        await engine.steps_until(lambda: control.connected() or scripted.kinds().count("hello") > 1)
+        assert control.connected()
+        await engine.steps_until(lambda: not engine.link.lapsed())
+
+
 async def test_an_engine_leaves_a_control_plane_that_hangs_also_if_it_is_often_idle(scripted: Scripted) -> None:
     """The engine is never busy for as long as a lease."""
     clock = Clock()
