@@ -54,8 +54,9 @@ MIN_HEARTBEAT_S = 0.1
 # Seconds to wait for a server's first answer, at first and at most; each failed attempt doubles them, because the
 # server may only be slow.
 PATIENCE_S = (10.0, 60.0)
-# Texts with which gRPC's implementations refuse a message for its size.
-TOO_LARGE = re.compile("larger than max|exceeds (the )?maximum", re.IGNORECASE)
+# Texts with which gRPC's implementations refuse a message of the agent for its size. A text about CLIENT is about a
+# message to the agent.
+TOO_LARGE = re.compile("(?<!CLIENT: Received message )larger than max|exceeds (the )?maximum", re.IGNORECASE)
 CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 15_000),
@@ -272,7 +273,8 @@ class ControlStream:
                         logger.info("meridian: connected to %s", target)
                     self._receive(response)
             except grpc.RpcError as error:
-                if (refused_bytes := _refused_bytes(error, self.outbox.largest_snapshot_bytes)) is not None:
+                largest = max(self.outbox.largest_snapshot_bytes, self.outbox.bounds.report)
+                if (refused_bytes := _refused_bytes(error, largest)) is not None:
                     self._gave_up = True
                     self.outbox.bounds.shrink(refused_bytes)
                     self._why = f"a message was too large, {_status(error)}; the next ones are smaller"
@@ -415,8 +417,9 @@ def _code(error: grpc.RpcError) -> grpc.StatusCode | None:
 
 
 def _refused_bytes(error: grpc.RpcError, largest: int) -> int | None:
-    """Return the bytes of the message that was refused for its size, None if none was. gRPC has no code of its own for
-    such a refusal, and each of its implementations has another text. largest: the bytes, if the text does not say."""
+    """Return the bytes of the agent's message that was refused for its size, None if none was. gRPC has no code of its
+    own for such a refusal, and each of its implementations has another text. largest: the bytes, if the text does not
+    say."""
     too_much, text = grpc.StatusCode.RESOURCE_EXHAUSTED, _status(error)
     if not isinstance(error, grpc.Call) or error.code() is not too_much or not TOO_LARGE.search(text):
         return None

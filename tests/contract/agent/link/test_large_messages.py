@@ -7,8 +7,9 @@ import re
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.core.request_info import MAX_ID
 from meridian_agent.link.message_sizes import PART_BYTES, REPORT_BYTES, WHOLE_BYTES
@@ -140,6 +141,41 @@ async def test_a_message_that_was_refused_for_its_size_is_not_sent_again(
             assert servicer.streams == streams
         sizes = re.findall(r"a message was too large.*\((\d+) vs", caplog.text)
         assert len(sizes) == len(set(sizes)) == streams - 1 > 0
+
+
+class Refusing(agent_pb2_grpc.AgentServiceServicer):
+    """A control plane that refuses the first report of the first stream with this text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.streams = 0
+
+    async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[agent_pb2.ConnectResponse]:  # noqa: N802
+        self.streams += 1
+        yield agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="s", reads_snapshot_parts=True))
+        async for message in request_iterator:
+            if message.HasField("step") and self.streams == 1:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, self.text)
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [
+        ("Received message larger than max (40000 vs. 20000)", 20_000),
+        # The text does not say how large the message was, so it counts as the largest report.
+        ("Received message exceeds the maximum configured message size.", REPORT_BYTES // 2),
+        # The control plane's own message was refused, by the agent or by a proxy.
+        ("CLIENT: Received message larger than max (40000 vs. 20000)", WHOLE_BYTES),
+        ("too many streams", WHOLE_BYTES),
+    ],
+)
+async def test_a_bound_falls_with_the_size_of_the_message_that_was_refused(text: str, most: int) -> None:
+    servicer = Refusing(text)
+    async with serving(servicer) as target:
+        with LinkedEngine([target]) as engine:
+            engine.open("a")
+            await engine.steps_until(lambda: servicer.streams == 2)
+            assert engine.link.outbox.bounds.most == most
 
 
 async def test_a_report_after_a_large_step_has_all_its_parts(control: Control, engine: LinkedEngine) -> None:
