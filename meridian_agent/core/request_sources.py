@@ -10,6 +10,7 @@ import base64
 import hmac
 import json
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_agent.core.request_info import MAX_TEXT, distinct
@@ -40,7 +41,8 @@ class Source(NamedTuple):
         return ":".join(filter(None, self))
 
 
-class Sender(NamedTuple):
+@dataclass(slots=True)
+class Sender:
     """The tenant and the SLO class that a gateway names; empty if it names none."""
 
     tenant: str = ""

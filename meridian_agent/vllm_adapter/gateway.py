@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# Name of `user` in the sampling parameters on their way through vLLM's front end; its value is bytes, which no client
-# can write, because JSON has none.
-GIVEN_USER = "meridian_user"
 WITHOUT = "requests have no tenant and no SLO class"
 # The sender of the HTTP request that a task serves, without keys and tokens: tasks that live on, such as the one that
-# reads the engine's outputs, keep the context of the request that began them.
-SENDER: ContextVar[Sender] = ContextVar("meridian_sender", default=Sender())  # noqa: B039
+# reads the engine's outputs, keep the context of the request that began them. All tasks of a request share one object,
+# because vLLM reads `user` in another task than the one that streams the answer.
+SENDER: ContextVar[Sender | None] = ContextVar("meridian_sender", default=None)
 
 
 def install(sources: RequestSources) -> None:
@@ -36,7 +34,7 @@ def install(sources: RequestSources) -> None:
     if sources == RequestSources():
         return
     after_import.wrap(required_api.HTTP, functools.partial(_wrap_application, sources), WITHOUT)
-    after_import.wrap(required_api.INPUTS, functools.partial(_wrap_inputs, sources), WITHOUT)
+    after_import.wrap(required_api.INPUTS, _wrap_inputs, WITHOUT)
     if sources.tenant is not None and sources.tenant.kind == USER:
         after_import.wrap(required_api.WITH_USER, _wrap_request, WITHOUT)
 
@@ -63,20 +61,24 @@ def _wrap_application(sources: RequestSources, application_class: Any) -> None:
 
 
 def _wrap_request(request_class: Any) -> None:
-    convert = request_class.to_sampling_params
+    request_class.to_sampling_params = _noting_user(request_class.to_sampling_params)
+    if hasattr(request_class, "to_beam_search_params"):
+        request_class.to_beam_search_params = _noting_user(request_class.to_beam_search_params)
+
+
+def _noting_user(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that makes the parameters of a request, wrapped so that it notes the request's `user`, too."""
 
     @functools.wraps(convert)
-    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        params = convert(self, *args, **kwargs)
-        user = given if isinstance(given := getattr(self, "user", None), str) else ""
-        # vLLM may use the client's own vllm_xargs as extra_args, and the client's request must stay as it is.
-        params.extra_args = {**(params.extra_args or {}), GIVEN_USER: user.encode(errors="backslashreplace")}
-        return params
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (sender := SENDER.get()) is not None:
+            sender.tenant = distinct(user) if isinstance(user := getattr(self, "user", None), str) else ""
+        return convert(self, *args, **kwargs)
 
-    request_class.to_sampling_params = to_sampling_params
+    return noting
 
 
-def _wrap_inputs(sources: RequestSources, inputs_class: Any) -> None:
+def _wrap_inputs(inputs_class: Any) -> None:
     process: Callable[..., Any] = inputs_class.process_inputs
 
     @functools.wraps(process)
@@ -84,21 +86,16 @@ def _wrap_inputs(sources: RequestSources, inputs_class: Any) -> None:
         request = process(self, *args, **kwargs)
         if (params := request.sampling_params) is not None:
             # The dictionary belongs to the caller's parameters, too.
-            params.extra_args = named(sources, SENDER.get(), params.extra_args or {})
+            params.extra_args = named(SENDER.get() or Sender(), params.extra_args or {})
         return request
 
     inputs_class.process_inputs = process_inputs
 
 
-def named(sources: RequestSources, sender: Sender, extra: dict[str, Any]) -> dict[str, Any]:
+def named(sender: Sender, extra: dict[str, Any]) -> dict[str, Any]:
     """Return a request's own values with the sender's tenant and SLO class in place of the client's. The SLO class that
     the client has written becomes a wish, which the policy may let it have."""
-    own = {TENANT, SLO_CLASS, ASKED_SLO_CLASS, GIVEN_USER}
-    kept = {name: value for name, value in extra.items() if name not in own}
-    by_user = sources.tenant is not None and sources.tenant.kind == USER
-    given = extra.get(GIVEN_USER)
-    user = given.decode() if isinstance(given, bytes) else ""
-    tenant = distinct(user) if by_user else sender.tenant
-    facts = {TENANT: tenant.encode(), SLO_CLASS: sender.slo_class.encode()}
+    kept = {name: value for name, value in extra.items() if name not in {TENANT, SLO_CLASS, ASKED_SLO_CLASS}}
+    facts = {TENANT: sender.tenant.encode(), SLO_CLASS: sender.slo_class.encode()}
     said = {**facts, ASKED_SLO_CLASS: extra.get(SLO_CLASS)}
     return kept | {name: value for name, value in said.items() if value}

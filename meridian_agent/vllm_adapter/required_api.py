@@ -198,10 +198,10 @@ INPUTS: Table = {"vllm.v1.engine.input_processor:InputProcessor": ("process_inpu
 # `user`. Without one of them requests lack the tenant and the SLO class that a gateway names there.
 HTTP: Table = {"fastapi.applications:FastAPI": ("__call__(_, _, _)",)}
 WITH_USER: Table = {
-    f"vllm.entrypoints.openai.{module}.protocol:{name}": ("to_sampling_params(**_)", "user")
-    for module, name in (
-        ("chat_completion", "ChatCompletionRequest"),
-        ("completion", "CompletionRequest"),
+    f"vllm.entrypoints.openai.{module}.protocol:{name}": ("to_sampling_params(**_)", *more, "user")
+    for module, name, *more in (
+        ("chat_completion", "ChatCompletionRequest", "to_beam_search_params(**_)"),
+        ("completion", "CompletionRequest", "to_beam_search_params(**_)"),
         ("responses", "ResponsesRequest"),
     )
 }

@@ -229,6 +229,11 @@ def test_the_user_is_the_tenant(by_default: tuple[Served, Control]) -> None:
     sent = {"input": PROMPT, "max_output_tokens": 9, "user": "small", **xargs}
     response = client.post("/responses", sent)
     client.post("/chat/completions", {"messages": turns, "max_tokens": 9, **xargs}, "nobody")
+    # vLLM gives the requests of a beam search parameters of its own.
+    beams = {"messages": turns, "max_tokens": 9, "n": 2, "use_beam_search": True, "user": "beams", **xargs}
+    client.post("/chat/completions", beams)
+    metric = 'meridian_tenant_think_tokens_total{model="maze",tenant="beams"}'
+    wait_for(lambda: client.metric(metric) > 0, RPC_S, "the thinking of the beams")
     for name in ("chat", "text-0", f"{response['id']}_0"):
         assert who(client, name) == ("small", "", "gold"), name
     assert who(client, "nobody") == ("", "", "gold")

@@ -26,9 +26,9 @@ def token(payload: object, **more: Any) -> str:
 
 def read(said: str, *headers: tuple[str, str]) -> str:
     sources = RequestSources(source_of(said, OF_TENANT), None, SECRET)
-    tenant, slo_class = sources.read([(name.encode(), value.encode()) for name, value in headers])
-    assert not slo_class
-    return tenant
+    sender = sources.read([(name.encode(), value.encode()) for name, value in headers])
+    assert not sender.slo_class
+    return sender.tenant
 
 
 def bearer(value: str) -> tuple[str, str]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from meridian_agent.core.request_sources import RequestSources, Source
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-BY_USER = RequestSources(Source("user"))
+XARGS = {"meridian_tenant": "rich", "meridian_user": "rich", "top": 1}
 
 
 class Inputs:
@@ -20,26 +24,58 @@ class Inputs:
 
 
 class WithUser:
-    def __init__(self, user: object, extra: dict[str, Any] | None) -> None:
-        self.user, self.vllm_xargs = user, extra
+    def __init__(self, user: object) -> None:
+        self.user = user
 
-    def to_sampling_params(self) -> Any:
-        return SimpleNamespace(extra_args=self.vllm_xargs)
+    def to_sampling_params(self) -> SimpleNamespace:
+        return SimpleNamespace(extra_args=dict(XARGS))
+
+    def to_beam_search_params(self) -> SimpleNamespace:
+        """Return parameters without extra arguments, as vLLM does."""
+        return SimpleNamespace()
+
+
+class Application:
+    """Converts a request as vLLM's servers do: in a task of its own, so that a disconnect can end it."""
+
+    def __init__(self, convert: Callable[[], SimpleNamespace], inputs: Inputs) -> None:
+        self.convert, self.inputs = convert, inputs
+        self.extra: dict[str, Any] = {}
+
+    async def __call__(self, scope: object, receive: object, send: object) -> None:
+        async def converted() -> SimpleNamespace:
+            return self.convert()
+
+        extra = getattr(await asyncio.create_task(converted()), "extra_args", None)
+        self.extra = self.inputs.process_inputs(extra).sampling_params.extra_args
 
 
 @pytest.mark.parametrize(
-    ("user", "expected"), [("small", {"meridian_tenant": b"small"}), ("", {}), (None, {}), (7, {}), (["rich"], {})]
+    ("user", "tenant"),
+    [("small", b"small"), ("", b""), (None, b""), (7, b""), (["rich"], b""), ("\ud800", b"\\ud800")],
 )
-@pytest.mark.parametrize("written", ["rich", ["rich"], None])
-def test_no_client_names_its_user_but_by_the_field(user: object, expected: dict[str, bytes], written: object) -> None:
-    """A request of a class without the field, such as one with token ids, has no tenant, whatever it has written under
-    the name by which the process passes the field on."""
+def test_no_client_names_its_user_but_by_the_field(user: object, tenant: bytes) -> None:
+    """The field names the tenant of sampling and of beam search. A request of a class without the field, such as one
+    with token ids, and one without HTTP have no tenant, whatever they have written."""
     from meridian_agent.vllm_adapter import gateway
 
-    inputs, with_user = type("Own", (Inputs,), {}), type("OwnRequest", (WithUser,), {})
-    gateway._wrap_inputs(BY_USER, inputs)
+    inputs: type[Inputs] = type("OwnInputs", (Inputs,), {})
+    with_user: type[WithUser] = type("OwnRequest", (WithUser,), {})
+    app: type[Application] = type("OwnApplication", (Application,), {})
+    sources = RequestSources(Source("user"))
+    gateway._wrap_application(sources, app)
+    gateway._wrap_inputs(inputs)
     gateway._wrap_request(with_user)
-    xargs = {"meridian_tenant": "rich", "top": 1} | ({} if written is None else {gateway.GIVEN_USER: written})
-    params = with_user(user, dict(xargs)).to_sampling_params()
-    assert inputs().process_inputs(params.extra_args).sampling_params.extra_args == {"top": 1} | expected
-    assert inputs().process_inputs(dict(xargs)).sampling_params.extra_args == {"top": 1}
+    named = {"meridian_tenant": tenant} if tenant else {}
+    request = with_user(user)
+    for convert, expected in (
+        (request.to_sampling_params, {"top": 1} | named),
+        (request.to_beam_search_params, named),
+        (lambda: SimpleNamespace(extra_args=dict(XARGS)), {"top": 1}),
+    ):
+        server = app(convert, inputs())
+        asyncio.run(server({"type": "http", "headers": []}, None, None))
+        server.extra.pop("meridian_user", None)
+        assert server.extra == expected
+    without_http = inputs().process_inputs(request.to_sampling_params().extra_args).sampling_params.extra_args
+    assert "meridian_tenant" not in without_http
