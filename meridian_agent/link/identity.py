@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent import __version__
+from meridian_agent.core.hand_overs import MAX_URL
 from meridian_agent.core.plain_log import UNPRINTABLE
 from meridian_agent.core.request_info import MAX_TEXT, clean
 from meridian_agent.link.environment import complain, read
@@ -101,9 +102,10 @@ def _labels() -> dict[str, str]:
 
 
 def _url() -> str:
-    said = clean(read("MERIDIAN_URL")).rstrip("/")
+    said = read("MERIDIAN_URL").rstrip("/")
     scheme, _, rest = said.partition("://")
-    if said and not (scheme in ("http", "https") and rest and said.isprintable() and " " not in said):
-        complain("MERIDIAN_URL", read("MERIDIAN_URL"), "no URL such as http://host:port; the engine takes no handovers")
+    plain = len(said) <= MAX_URL and " " not in said and not UNPRINTABLE.search(said)
+    if said and not (scheme in {"http", "https"} and rest and plain):
+        complain("MERIDIAN_URL", said, "no URL such as http://host:port; the engine takes no handovers")
         return ""
     return said

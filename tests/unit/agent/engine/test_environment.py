@@ -143,9 +143,25 @@ def test_engines_that_are_started_as_one_have_a_name_each(named: str | None, mon
 def test_bytes_that_are_no_text_fit_into_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MERIDIAN_ENGINE_ID", "MERIDIAN_LABELS"):
         monkeypatch.setenv(name, "pool=\udcff")
-    monkeypatch.setenv("MERIDIAN_URL", "http://\udcff")
     told = agent_pb2.Hello(**identity_of_engine("0.32.0", wanted_name()[0]))
-    assert (told.engine_id, dict(told.labels), told.url) == ("pool=\\udcff", {"pool": "\\udcff"}, "http://\\udcff")
+    assert (told.engine_id, dict(told.labels)) == ("pool=\\udcff", {"pool": "\\udcff"})
+
+
+@pytest.mark.parametrize(
+    ("said", "url"),
+    [
+        (f"http://{'a' * 2000}:8000/", f"http://{'a' * 2000}:8000"),
+        (f"http://{'a' * 2048}:8000", ""),
+        ("http://a:8000\x07", ""),
+        ("http://a\u202eb:8000", ""),
+        ("http://\udcff:8000", ""),
+        ("http://a b:8000", ""),
+        ("ftp://a", ""),
+    ],
+)
+def test_a_url_is_used_as_it_is_or_not_at_all(said: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERIDIAN_URL", said)
+    assert identity_of_engine("0.32.0", "e")["url"] == url
 
 
 def test_the_last_of_two_values_of_a_label_counts(
