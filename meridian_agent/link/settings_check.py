@@ -19,8 +19,8 @@ MIN_LEASE_MS = 100
 # Largest report interval, because the records of that many steps wait to be merged.
 MAX_INTERVAL_STEPS = 1000
 MAX_TEXT, MAX_MARKER_TOKENS = 2000, 64
-# Largest number of characters of all globs together, each of which every new request may be compared with.
-MAX_GLOBS = 1 << 15
+# Most globs, each of which every new request may be compared with, and most characters of each.
+MAX_GLOBS, MAX_GLOB = 64, 256
 SIZES = (
     (("closing_text", "eat_answer_prefix", "reasoning_parser", "answer_only_stops"), MAX_TEXT, "characters"),
     (("think_start_token_ids", "think_end_token_ids"), MAX_MARKER_TOKENS, "tokens"),
@@ -40,8 +40,11 @@ def check(settings: agent_pb2.Settings) -> None:
         )
     if not 0 <= settings.measured_share <= 1:
         raise BadSettings(f"measured_share must be in [0, 1]; got {settings.measured_share:g}")
-    if (size := sum([len(glob) + 1 for glob in settings.client_slo_classes])) > MAX_GLOBS:
-        raise BadSettings(f"client_slo_classes must have fewer than {MAX_GLOBS} characters; got {size}")
+    globs = settings.client_slo_classes
+    if len(globs) > MAX_GLOBS:
+        raise BadSettings(f"client_slo_classes must have at most {MAX_GLOBS} globs; got {len(globs)}")
+    if (size := max(map(len, globs), default=0)) > MAX_GLOB:
+        raise BadSettings(f"client_slo_classes must have at most {MAX_GLOB} characters each; got {size}")
     for names, limit, unit in SIZES:
         for name in names:
             if (size := len(getattr(settings, name))) > limit:
