@@ -25,7 +25,7 @@ from meridian_agent.core.request_info import MAX_ID, clean
 from meridian_agent.link import tls_look
 from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.fork_safety import Forks
-from meridian_agent.link.inbox import Inbox
+from meridian_agent.link.inbox import INBOX_DECISIONS, Inbox
 from meridian_agent.link.lease import Lease
 from meridian_agent.link.mailbox import Arrived, Mailbox
 from meridian_agent.link.messages import decisions_in
@@ -319,7 +319,8 @@ class ControlStream:
     def _receive(self, response: agent_pb2.ConnectResponse) -> None:
         kind = response.WhichOneof("message")
         elsewhere = max(len(self.mailbox.arrived), self.outbox.surplus)
-        if kind != "welcome" and self.inbox.too_much(decisions_in(response.directives), elsewhere):
+        decisions = decisions_in(response.directives, INBOX_DECISIONS)
+        if kind != "welcome" and self.inbox.too_much(decisions, elsewhere):
             self._give_up("messages or decisions wait for the engine")
         elif kind == "directives":
             waits_since = self.outbox.answered(response.directives.step)

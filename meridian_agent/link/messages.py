@@ -94,12 +94,15 @@ def parts_of(message: agent_pb2.Directives, most: int) -> Iterator[agent_pb2.Dir
         yield agent_pb2.Directives(step=message.step, plan=message.plan)
 
 
-def decisions_in(message: agent_pb2.Directives) -> int:
+def decisions_in(message: agent_pb2.Directives, most: float = math.inf) -> int:
     """Return the number of decisions in a message; each rank of a plan counts as one, and so do MAX_VICTIMS requests
-    that may be preempted, and MAX_URL characters of handovers."""
-    size = sum([len(each.victims) // MAX_VICTIMS for each in message.preempts])
-    size += sum([(len(each.url) + len(each.ref)) // MAX_URL for each in message.hand_overs])
-    return size + sum([len(getattr(message, kind)) for kind in DECISION_KINDS]) + len(message.plan.slot)
+    that may be preempted, and MAX_URL characters of handovers. The sizes of more than `most` decisions are not looked
+    at, which would take seconds."""
+    size = sum([len(getattr(message, kind)) for kind in DECISION_KINDS]) + len(message.plan.slot)
+    if size > most:
+        return size
+    size += sum([len(each.victims) // MAX_VICTIMS for each in message.preempts])
+    return size + sum([(len(each.url) + len(each.ref)) // MAX_URL for each in message.hand_overs])
 
 
 def step_report(records: Sequence[Record], sparse: bool = False) -> agent_pb2.StepReport:

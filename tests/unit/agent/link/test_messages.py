@@ -52,6 +52,8 @@ def test_a_large_decision_counts_as_many() -> None:
     assert decisions_in(agent_pb2.Directives(preempts=preempts)) == 4 + 1 + 1000
     hand_overs = [agent_pb2.HandOver(url="u" * count, ref="r") for count in (100, 2047, 2_048_000)]
     assert decisions_in(agent_pb2.Directives(hand_overs=hand_overs)) == 3 + 1 + 1000
+    # The link's thread looks at none of more decisions than the engine takes in.
+    assert decisions_in(agent_pb2.Directives(preempts=preempts), 3) == 4
 
 
 def apply(table: RequestTable, report: agent_pb2.StepReport, now_ms: float = 0.0) -> list[float]:
