@@ -271,7 +271,7 @@ class ControlStream:
                         patience.cancel()
                         self._complaints.clear()
                         logger.info("meridian: connected to %s", target)
-                    self._receive(response)
+                    self._receive_after_welcome(response)
             except grpc.RpcError as error:
                 largest = max(self.outbox.largest_snapshot_bytes, self.outbox.bounds.report)
                 if (refused_bytes := _refused_bytes(error, largest)) is not None:
@@ -315,6 +315,14 @@ class ControlStream:
         if not self._stop.is_set():
             self.lease.say_state()
         self.outbox.ring.put(None)
+
+    def _receive_after_welcome(self, response: agent_pb2.ConnectResponse) -> None:
+        """Handle a message, or end a stream that does not begin with a Welcome: no outcome could be reported on it."""
+        if self.lease.connected or response.WhichOneof("message") in {"welcome", "going_away"}:
+            self._receive(response)
+            return
+        self._gave_up = True
+        self.restart("it began without a Welcome", logging.WARNING)
 
     def _receive(self, response: agent_pb2.ConnectResponse) -> None:
         kind = response.WhichOneof("message")

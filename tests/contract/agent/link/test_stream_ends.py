@@ -77,6 +77,23 @@ async def test_a_server_that_never_answers(scripted: Scripted) -> None:
         assert engine.link.lapsed()
 
 
+async def test_a_server_that_begins_without_a_welcome_is_not_obeyed(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No outcome would reach the server, and its messages would renew the lease without end."""
+    scripted.welcomes = False
+    clock = Clock()
+    with LinkedEngine([scripted.target], clock=clock) as engine:
+        engine.open("a")
+        for streams in range(1, 4):
+            scripted.say(directives={"step": 1, "plan": {"decision_id": 1}})
+            await engine.steps_until(lambda wanted=streams: scripted.kinds().count("hello") > wanted)  # type: ignore[misc]
+        clock.now += 30.1
+        assert engine.link.lapsed()
+        assert engine.taken == []
+    assert "ended: it began without a Welcome" in caplog.text
+
+
 async def test_a_server_that_never_answers_is_left_for_another(
     scripted: Scripted, control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
