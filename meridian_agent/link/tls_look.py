@@ -1,7 +1,7 @@
 """Finds out why TLS with a control plane fails, after gRPC has failed: gRPC says "Socket closed" for most causes.
 
 The look makes one connection of its own, with Python's ssl, and speaks TLS and the first bytes of HTTP/2. It runs on
-the link's thread, only after a failure, for at most a few seconds, and never raises.
+the link's thread, only after a failure, for at most a few seconds per address of the name, and never raises.
 `meridian_control.common.tls_look` does the same for the control plane's clients.
 """
 

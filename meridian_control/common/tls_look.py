@@ -1,8 +1,8 @@
 """Finds out why TLS with a server fails, after gRPC has failed: gRPC says "Socket closed" for most causes.
 
 The look makes one connection of its own, with Python's ssl, and speaks TLS and the first bytes of HTTP/2. It runs only
-after a failure, blocks for at most a few seconds, and never raises. The agent has a copy with the names of its
-variables.
+after a failure, blocks for at most a few seconds per address of the name, and never raises. The agent has a copy with
+the names of its variables.
 """
 
 from __future__ import annotations
