@@ -37,7 +37,7 @@ class Sampler:
     """Computes samples from counters, which grow from each engine's connection on, by subtracting the previous look."""
 
     def __init__(self) -> None:
-        # Applied revision and counters of each connection.
+        # Revision in force and counters of each connection.
         self._looks: PreviousLook[tuple[int, NDArray[np.int64]]] = PreviousLook()
         # Seconds since the stream of an engine of the group broke off.
         self._gone_s: dict[str, float] = {}
@@ -54,16 +54,20 @@ class Sampler:
         connected = [engine for engine in listed if engine.state == CONNECTED]
         candidate = rollout.candidate_revision
         observed = {candidate: _nothing(), rollout.stable_revision: _nothing()}
-        seen = [(engine, (engine.acked_revision, _counters(engine))) for engine in connected]
-        for engine, (acked, counters) in seen:
-            before = self._looks.of(engine, (acked, _nothing()))
+        seen = [(engine, (_in_force(engine), _counters(engine))) for engine in connected]
+        for engine, (in_force, counters) in seen:
+            before = self._looks.of(engine, (in_force, _nothing()))
             # The counts of the time in which an engine changed its policy belong to neither.
-            if acked in observed and before is not None and before[0] == acked:
-                observed[acked] += counters - before[1]
+            if in_force in observed and before is not None and before[0] == in_force:
+                observed[in_force] += counters - before[1]
         self._looks.replace(seen, now)
         group = [engine for engine in listed if candidate in (engine.revision, engine.acked_revision)]
-        comparable = [e for e in connected if e.acked_revision == rollout.stable_revision and not e.fault]
-        applied = [engine for engine in connected if engine.acked_revision == candidate]
+        # An engine that its environment freezes runs as stock vLLM as long as it lives. Nothing waits for it, unless
+        # nobody else has the candidate.
+        governed = [engine for engine in connected if not engine.HasField("freeze") or _thaws(engine)]
+        comparable = [e for e in governed if e.acked_revision == rollout.stable_revision and not e.fault]
+        applied = [engine for engine in governed if engine.acked_revision == candidate]
+        frozen = [e for e in connected if e.acked_revision == candidate and e.HasField("freeze")]
         refused = [engine for engine in group if engine.nack_error]
         waiting = [engine for engine in group if engine.state == CONNECTED and engine.acked_revision != candidate]
         missing, late = self._gone(group, {engine.engine_id for engine in connected}, lease_s, elapsed_s)
@@ -77,6 +81,7 @@ class Sampler:
             # An agent that is off gets no settings.
             pending=len([engine for engine in waiting if not (engine.nack_error or engine.fault)]),
             missing=missing,
+            frozen=len([e for e in frozen if _thaws(e)] if applied else frozen),
             nacks=len(refused),
             degraded=late + len(off),
         )
@@ -88,6 +93,16 @@ class Sampler:
         self._gone_s = {engine_id: self._gone_s.get(engine_id, -elapsed_s) + elapsed_s for engine_id in gone}
         late = [seconds for seconds in self._gone_s.values() if seconds > min(lease_s, LOST_S)]
         return len(gone) - len(late), len(late)
+
+
+def _in_force(engine: Engine) -> int:
+    """Return the revision that the engine obeys, -1 while it is frozen and obeys none."""
+    return -1 if engine.HasField("freeze") else engine.acked_revision
+
+
+def _thaws(engine: Engine) -> bool:
+    """Whether a freeze will end, or has ended and the agent has not confirmed it yet."""
+    return engine.HasField("freeze") and (bool(engine.freeze.freeze_ids) or not engine.freeze.confirmed)
 
 
 def _counters(engine: Engine) -> NDArray[np.int64]:

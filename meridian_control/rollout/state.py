@@ -150,9 +150,11 @@ class Sample:
     other_engines: int = 0
     stable_engines: int = 0
     # Numbers of engines in the group that have not answered to the candidate yet (pending), whose stream broke off
-    # less than the lease ago (missing), that refuse the candidate (nacks), and that are DEGRADED or off (degraded).
+    # less than the lease ago (missing), that have applied the candidate but are frozen (frozen), that refuse the
+    # candidate (nacks), and that are DEGRADED or off (degraded).
     pending: int = 0
     missing: int = 0
+    frozen: int = 0
     nacks: int = 0
     degraded: int = 0
     # Whether engines may not have come back yet since the leading replica began to watch.

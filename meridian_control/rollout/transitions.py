@@ -78,7 +78,7 @@ def tick(rollout: Rollout, sample: Sample, elapsed_s: float, now: datetime) -> R
         rollout,
         guardrails=readings,
         waiting_for=_waiting_for(rollout, sample, readings),
-        baked_s=rollout.baked_s + (elapsed_s if running else 0.0),
+        baked_s=rollout.baked_s + (elapsed_s if running and not sample.frozen else 0.0),
     )
     if violated := [reading for reading in readings if reading.violated]:
         return _violated(rollout, violated[0], now)
@@ -170,10 +170,13 @@ def _selects_nobody(rollout: Rollout, number: int) -> bool:
 def _waiting_for(rollout: Rollout, sample: Sample, readings: tuple[GuardrailReading, ...]) -> str:
     if not sample.candidate_engines + sample.other_engines:
         return "an engine to connect"
-    if sample.pending:
-        return f"{sample.pending} engines to apply the candidate"
-    if sample.missing or sample.returning:
-        return f"{sample.missing or 'any'} engines to connect again"
+    for engines, what in (
+        (sample.pending, "apply the candidate"),
+        (sample.missing or ("any" if sample.returning else 0), "connect again"),
+        (sample.frozen, "thaw"),
+    ):
+        if engines:
+            return f"{engines} engines to {what}"
     if not sample.candidate_engines and not _selects_nobody(rollout, rollout.step):
         # Nothing is measured on a candidate, so no guardrail can be violated.
         if sample.nacks or sample.degraded:

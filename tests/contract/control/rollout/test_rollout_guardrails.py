@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from meridian.v1 import rollout_pb2
+from google.protobuf.duration_pb2 import Duration
+from meridian.v1 import freeze_pb2, rollout_pb2
 
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import StoreUnavailable
@@ -108,6 +109,29 @@ async def test_a_guardrail_takes_the_candidate_back(
             assert a.settings[-1].lease_ms == 5000
             assert control.active_seqs() == {"a": 8, "b": 8}
     assert [r.levelname for r in caplog.records if "rolled_back" in r.message] == ["WARNING"]
+
+
+async def test_a_frozen_engine_tries_no_candidate(control: Control) -> None:
+    """Stock vLLM's answers say nothing about the candidate, which comes into force with the thaw."""
+    with Engine(control, "a", "canary") as a:
+        await control.begin(CANARY, ALL, guardrails={"empty_answer_rate": 0.1, "min_observations": 5})
+        await a.has(2)
+        await control.ticks(1)
+        freeze = freeze_pb2.FreezeRequest(duration=Duration(seconds=600), reason="incident")
+        begun = (await control.clients.freeze.Freeze(freeze)).freeze
+        await until(lambda: [e.freeze.confirmed for e in engines_of(control.fleet) if e.freeze.freeze_ids] == [True])
+        await control.ticks(1)
+        baked_s = control.newest.baked_s
+        await thinks(control, a, 0.02, 3)
+        await control.ticks(4)
+        frozen = control.newest
+        assert (frozen.step, frozen.waiting_for, frozen.baked_s) == (1, "1 engines to thaw", baked_s)
+        assert [reading.observations for reading in frozen.guardrails if reading.limit == 0.1] == [0]
+        await control.clients.freeze.Thaw(freeze_pb2.ThawRequest(freeze_id=begun.freeze_id))
+        await until(lambda: not engines_of(control.fleet)[0].HasField("freeze"))
+        await control.ticks(1)
+        await thinks(control, a, 0.02, 3)
+        assert (await control.ticks(3)).step == 2
 
 
 NOBODY = "127.0.0.1:1"

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
+import pytest
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common.histogram import time_histogram
@@ -71,6 +72,44 @@ def test_an_engine_that_changes_policy_counts_from_the_next_look_on() -> None:
     assert counted(looks.at(engine("a", 2, 20))) == (0, 0)
     assert counted(looks.at(engine("a", 2, 25))) == (5, 0)
     assert counted(looks.at(engine("a", 0, 25), engine("older", 0, 5))) == (0, 0)
+
+
+# Freezes of an operator, which end; one that has ended, which the agent has not confirmed; and one of the environment.
+OPERATOR, THAWING, ENVIRONMENT = (
+    fleet_pb2.EngineFreeze(freeze_ids=[7], confirmed=True),
+    fleet_pb2.EngineFreeze(),
+    fleet_pb2.EngineFreeze(confirmed=True),
+)
+
+
+@pytest.mark.parametrize("freeze", [OPERATOR, THAWING, ENVIRONMENT])
+def test_a_frozen_engine_runs_as_stock_vllm_so_its_counts_are_of_no_policy(freeze: fleet_pb2.EngineFreeze) -> None:
+    looks = Looks()
+    looks.at(engine("a", 2, 50), engine("b", 1, 70))
+    for tokens in (60, 70):
+        assert counted(looks.at(engine("a", 2, tokens, freeze=freeze), engine("b", 1, tokens, freeze=freeze))) == (0, 0)
+    assert counted(looks.at(engine("a", 2, 80), engine("b", 1, 80))) == (0, 0), "the thaw came between the looks"
+    assert counted(looks.at(engine("a", 2, 85), engine("b", 1, 81))) == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("freezes", "expected"),
+    [
+        ({"a": OPERATOR}, (1, 2, 1)),
+        ({"a": THAWING}, (1, 2, 1)),
+        ({"a": ENVIRONMENT}, (0, 1, 1)),
+        ({"a": ENVIRONMENT, "b": ENVIRONMENT}, (2, 0, 1)),
+        ({"c": OPERATOR}, (0, 2, 1)),
+        ({"c": ENVIRONMENT}, (0, 2, 0)),
+    ],
+)
+def test_a_step_waits_for_frozen_engines_that_thaw(
+    freezes: dict[str, fleet_pb2.EngineFreeze], expected: tuple[int, int, int]
+) -> None:
+    """An engine that its environment freezes does not thaw, so nothing waits for it beside other engines."""
+    acked = {"a": 2, "b": 2, "c": 1}
+    sample = Looks().at(*(engine(name, acked[name], freeze=freezes.get(name)) for name in acked))
+    assert (sample.frozen, sample.candidate_engines, sample.stable_engines) == expected
 
 
 def test_counters_that_start_over() -> None:
