@@ -109,6 +109,7 @@ def build(
     """
     fleet, database = whole.fleet, store.database
     freezes = FreezeStore(database, fleet.clock, fleet.freezes.renew)
+    fleet.freezes.look = freezes.look
     fence = replicas.fence if replicas is not None else None
     rollouts = Rollouts(RolloutStore(store), fleet, fleet.clock, whole.led_engines, whole.leads, fence=fence)
     server = ControlServer(

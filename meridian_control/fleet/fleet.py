@@ -90,7 +90,7 @@ class Fleet:
         self.closed_totals = Totals()
         self.stream_ends: dict[str, int] = {}
         self._policies = PolicyDelivery(self.connections, clock, self.turns, self.tasks, revision)
-        self.freezes = FreezeDelivery(self.connections, clock, self._froze)
+        self.freezes = FreezeDelivery(self.connections, clock, self.tasks, self._froze)
         self.capabilities = capabilities
         self.parts = {
             capability.name: capability.fleet(self) for capability in capabilities if capability.fleet is not None

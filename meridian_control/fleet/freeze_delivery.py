@@ -6,33 +6,47 @@ All code runs on the server's event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+from meridian_control.common.complaints import Complaints
+from meridian_control.fleet.catching_up import CatchingUp
 from meridian_control.fleet.turns import ENGINES_AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection
     from datetime import datetime
 
     from meridian_control.engine.freeze_state import Freeze
     from meridian_control.engine.session import Session
     from meridian_control.fleet.connection import Connection
+    from meridian_control.fleet.turns import Tasks
+
+logger = logging.getLogger(__name__)
 
 
 class FreezeDelivery:
     """The freezes of one replica's engines.
 
-    connections: the fleet's own set. when_sent: is called once all engines have been sent changed freezes.
+    connections and tasks: the fleet's own. when_sent: is called once all engines have been sent changed freezes.
+    `look` reads the store's freezes, passes them to `renew` and raises StoreUnavailable; None without a store.
     """
 
     def __init__(
-        self, connections: Collection[Connection], clock: Callable[[], datetime], when_sent: Callable[[], None]
+        self,
+        connections: Collection[Connection],
+        clock: Callable[[], datetime],
+        tasks: Tasks,
+        when_sent: Callable[[], None],
     ) -> None:
+        self.look: Callable[[], Awaitable[object]] | None = None
         self._connections, self._clock, self._when_sent = connections, clock, when_sent
         self._freezes: tuple[Freeze, ...] = ()
         # Timer that runs when the next freeze ends.
         self._thawing: asyncio.TimerHandle | None = None
+        complaints = Complaints(logger, "engine %s stays frozen, by freezes that this replica does not know: %s")
+        self._unknown = CatchingUp(connections, tasks, self._give_known, complaints)
 
     def renew(self, freezes: tuple[Freeze, ...]) -> None:
         """Send each engine its freezes if they have changed, now and when the next freeze ends."""
@@ -63,12 +77,17 @@ class FreezeDelivery:
             connection.say(session.on_freezes(matching, now), now)
 
     def begin(self, connection: Connection) -> None:
-        """Send an engine that connects its freezes. A frozen engine without freezes is sent an empty
-        list, which thaws it."""
+        """Send an engine that connects its freezes. A frozen engine without freezes may be frozen by a freeze that only
+        other replicas know yet, so it is thawed by an empty list once the store was read."""
+        if self._of(connection.session) or (connection.session.frozen and self.look is None):
+            self._give_known(connection)
+        elif connection.session.frozen and self.look is not None:
+            self._unknown.wait(connection, self.look)
+
+    def _give_known(self, connection: Connection) -> None:
         session, now = connection.session, self._clock()
-        freezes = self._of(session)
-        if freezes or session.frozen:
-            connection.say(session.on_freezes(freezes, now), now)
+        if not session.freezing.freezes:
+            connection.say(session.on_freezes(self._of(session), now), now)
 
     @property
     def in_force(self) -> tuple[Freeze, ...]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from meridian_control.common.complaints import Complaints
 from meridian_control.common.errors import MeridianError, StoreUnavailable
+from meridian_control.fleet.catching_up import RETRY_S, CatchingUp
 from meridian_control.fleet.trace_records import policy_record
 from meridian_control.fleet.turns import ENGINES_AT_ONCE
 from meridian_control.rollout.transitions import revision_of
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 # A changed policy is sent after QUIET_S seconds without a newer change, at most MAX_WAIT_S after the first change.
 QUIET_S, MAX_WAIT_S = 0.1, 2.0
-# Seconds between two attempts to read from the store.
-RETRY_S = 1.0
 
 
 class PolicyDelivery:
@@ -60,8 +59,8 @@ class PolicyDelivery:
         # Timer that sends changed policies to engines, and the latest time at which it runs, in the event loop's time.
         self._timer: asyncio.TimerHandle | None = None
         self._send_by = 0.0
-        # Of thousands of engines that wait for the same store, the log names the first one.
-        self._behind = Complaints(logger, "engine %s has a newer policy than this replica: %s")
+        complaints = Complaints(logger, "engine %s has a newer policy than this replica: %s")
+        self._behind = CatchingUp(connections, tasks, self._give_again, complaints)
 
     def renew(self, stored: StoredRevision) -> None:
         """Bring a revision to every engine: to connecting engines at once, to others after QUIET_S without a change."""
@@ -130,26 +129,15 @@ class PolicyDelivery:
         state of the store to the fleet, see `Fleet.join`."""
         wanted = self.wanted(connection.session)
         if wanted is not None and connection.session.hello.revision > wanted.revision and refresh is not None:
-            self._tasks.start(self._catch_up(connection, refresh))
+            self._behind.wait(connection, refresh)
         elif wanted is not None:
             self.give(connection, wanted)
 
-    async def _catch_up(self, connection: Connection, refresh: Callable[[], Awaitable[None]]) -> None:
-        """Give an engine that has a newer policy than this replica knows the newest policy of the store.
-
-        While the store does not answer, the engine keeps its policy.
-        """
-        while connection in self._connections:
-            try:
-                await refresh()
-                self._behind.over()
-                break
-            except MeridianError as error:
-                self._behind.log(error, connection.session.hello.engine_id)
-                await asyncio.sleep(RETRY_S)
+    def _give_again(self, connection: Connection) -> None:
+        """Give an engine that had a newer policy than this replica knew the newest policy of the store."""
         wanted = self.wanted(connection.session)
-        if wanted is not None and connection in self._connections and not connection.session.revision:
-            self._give_when_free(connection, wanted)
+        if wanted is not None and not connection.session.revision:
+            self.give(connection, wanted)
 
     def restore_last_good(self, connection: Connection) -> None:
         """Start to read the policy that is in force on the engine, if the engine refuses the newest revision."""

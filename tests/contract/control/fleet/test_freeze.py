@@ -17,8 +17,9 @@ from meridian.v1 import fleet_pb2, freeze_pb2
 
 from meridian_control.cli import expected
 from meridian_control.cli import freeze as cli_freeze
-from meridian_control.common.errors import NotFound
+from meridian_control.common.errors import NotFound, StoreUnavailable
 from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.fleet import catching_up
 from meridian_control.fleet.freeze_store import FreezeStore
 from meridian_control.storage.database import Database
 from tests.contract.clients import calling
@@ -314,6 +315,41 @@ async def test_a_restart_forgets_no_freeze(control: Control) -> None:
         await control.start()
         await until(lambda: not engine.link.lease.frozen())
         await until(lambda: control.connected() and not control.engine().HasField("freeze"))
+
+
+@pytest.mark.parametrize("away", [0, 2])
+async def test_a_replica_that_does_not_know_a_freeze_yet_does_not_end_it(
+    control: Control, away: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another replica has frozen the engine, which then connects to this one, perhaps while the store is away."""
+    monkeypatch.setattr(catching_up, "RETRY_S", 0.01)
+    look, failing, shown = control.parts.freezes.look, iter(range(away)), []
+
+    async def looks() -> tuple[Freeze, ...]:
+        for _ in failing:
+            shown.append(control.engine().HasField("freeze"))
+            raise StoreUnavailable("policy store: away")
+        return await look()
+
+    monkeypatch.setattr(control.fleet.freezes, "look", looks)
+    other = FreezeStore(control.store.database, control.fleet.clock, lambda _: None)
+    made = await other.add_freeze(Match(), utc_now() + 10 * MINUTE, "ann", "incident")
+    engine = LinkedEngine([control.target])
+    engine.link.lease.freeze_for(600)
+    received: list[float] = []
+    freeze_for = engine.link.lease.freeze_for
+    monkeypatch.setattr(engine.link.lease, "freeze_for", lambda s: (received.append(s), freeze_for(s)))
+    with engine:
+        await engine.steps_until(lambda: control.connected() and confirmed(control))
+        assert list(control.engine().freeze.freeze_ids) == [made.freeze_id]
+        assert engine.link.lease.frozen()
+        assert 0 not in received, "the engine was thawed"
+        await thaw(control.target)
+        await engine.steps_until(lambda: not control.engine().HasField("freeze"))
+    assert shown == [True] * away
+    assert [r.message for r in caplog.records if "stays frozen" in r.message] == [
+        "engine engine stays frozen, by freezes that this replica does not know: policy store: away"
+    ][:away]
 
 
 async def test_frozen_by_its_own_environment(control: Control) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import StoreUnavailable
-from meridian_control.fleet import policy_delivery
+from meridian_control.fleet import catching_up, policy_delivery
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.turns import ENGINES_AT_ONCE
 from meridian_control.policy.store import StoredRevision
@@ -57,12 +57,14 @@ async def test_other_work_comes_between_engines(monkeypatch: pytest.MonkeyPatch)
 async def test_a_store_that_is_away_is_logged_once_for_all_engines(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(policy_delivery, "RETRY_S", 0.0)
-    fleet, failures = Fleet(utc_now, capabilities=CAPABILITIES), iter(range(20))
+    monkeypatch.setattr(catching_up, "RETRY_S", 0.0)
+    fleet, readings = Fleet(utc_now, capabilities=CAPABILITIES), 0
     fleet.set_policy(stored(1))
 
     async def refresh() -> None:
-        for _ in failures:
+        nonlocal readings
+        readings += 1
+        if readings <= 20:
             raise StoreUnavailable("policy store: away")
 
     for number in range(3):
@@ -71,3 +73,5 @@ async def test_a_store_that_is_away_is_logged_once_for_all_engines(
         fleet.join(first, refresh)
     await fleet.tasks.settle()
     assert caplog.messages == ["engine engine-0 has a newer policy than this replica: policy store: away"]
+    assert readings == 21, "the engines do not read the store each for itself"
+    assert [connection.session.revision for connection in fleet.connections] == [1, 1, 1]
