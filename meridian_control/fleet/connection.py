@@ -143,9 +143,9 @@ class Connection:
             self.recordings.note_said(self.session, responses, now)
         self.put(responses)
 
-    def note(self, record: fleet_pb2.TraceRecord) -> None:
-        """Record an event of the session."""
-        self.recordings.note(self.session, record)
+    def note(self, make: Callable[..., fleet_pb2.TraceRecord], *args: object) -> None:
+        """Record an event of the session. make: makes the record from the session and the arguments."""
+        self.recordings.note(self.session, make, *args)
 
     def put(self, responses: Iterable[agent_pb2.ConnectResponse | None]) -> None:
         for response in responses:

@@ -127,7 +127,7 @@ class Fleet:
         self.shadows[hello.engine_id] = session.shadow
         account = Account(self.memory, who)
         connection = Connection(session, who=who, memory=account, recordings=self.recordings)
-        connection.note(hello_record(session, now))
+        connection.note(hello_record, now)
         for part in self.parts.values():
             part.joined(connection)
         welcome = agent_pb2.Welcome(

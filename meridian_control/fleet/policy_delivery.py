@@ -120,7 +120,7 @@ class PolicyDelivery:
 
     def give(self, connection: Connection, stored: StoredRevision) -> None:
         session, now = connection.session, self._clock()
-        connection.note(policy_record(session, now, stored.revision, stored.policy))
+        connection.note(policy_record, now, stored.revision, stored.policy)
         connection.say(session.on_policy(stored.revision, stored.policy), now)
         self.restore_last_good(connection)
 
@@ -151,7 +151,7 @@ class PolicyDelivery:
         await connection.free(self._turns)
         if stored is not None and session.last_good_wanted == revision and connection in self._connections:
             now = self._clock()
-            connection.note(policy_record(session, now, revision, stored.policy))
+            connection.note(policy_record, now, revision, stored.policy)
             connection.say(session.on_last_good(revision, stored.policy), now)
 
 

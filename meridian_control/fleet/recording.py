@@ -16,7 +16,7 @@ from meridian_control.common.errors import RecordingTooSlow
 from meridian_control.fleet.trace_records import down_record, up_record
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable
     from datetime import datetime
 
     from meridian.v1 import agent_pb2
@@ -45,10 +45,11 @@ class Recordings(set["Recording"]):
             for response in responses:
                 self._queue(recordings, down_record(session, now, response))
 
-    def note(self, session: Session, record: fleet_pb2.TraceRecord) -> None:
-        """Record another event of a session."""
+    def note(self, session: Session, make: Callable[..., fleet_pb2.TraceRecord], *args: object) -> None:
+        """Record another event of a session. make: makes the record from the session and the arguments, only for a
+        recording that wants it, because a large policy's record takes milliseconds."""
         if recordings := self._of(session):
-            self._queue(recordings, record)
+            self._queue(recordings, make(session, *args))
 
     def _of(self, session: Session) -> list[Recording]:
         return [recording for recording in self if recording.wants(session)] if self else []

@@ -103,7 +103,7 @@ def end_here(fleet: Fleet, engine_id: str, request_id: str, reason: str) -> tupl
     for connection in sorted(mine, key=lambda c: c.session.connected_at, reverse=True):
         session, now = connection.session, fleet.clock()
         if (ended := session.on_end_thinking(request_id, reason, now)) is not None:
-            connection.note(end_record(session, now, request_id))
+            connection.note(end_record, now, request_id)
             connection.say(ended.responses, now)
             return connection, ended
     raise NotFound(f'no live request "{request_id}" on engine "{engine_id}"')

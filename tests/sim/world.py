@@ -280,14 +280,13 @@ class World:
         # The fleet keeps its sessions in a set, whose order would make a run differ from its repetition.
         for session in sorted(fleet.counted_sessions(), key=lambda one: (one.hello.engine_id, one.connected_at)):
             at_once(session.part(EngineBudgets).set_stages(budgets.stages))
-            fleet.recordings.note(
-                session, part_record(session, self.timeline.utc_now(), session.part(EngineBudgets).record())
-            )
+            now = self.timeline.utc_now()
+            fleet.recordings.note(session, part_record, now, session.part(EngineBudgets).record())
             if session.part(EnginePressure).entries:
                 # The runs are shorter than a window, so that the levels are drawn too.
                 session.part(EnginePressure).set_levels({name: rng.randint(0, MAX_LEVEL) for name in BUDGETS})
                 levels = session.part(EnginePressure).record()
-                fleet.recordings.note(session, part_record(session, self.timeline.utc_now(), levels))
+                fleet.recordings.note(session, part_record, now, levels)
 
     # ----------------------------------------------------------------------------------------------------- the faults
 

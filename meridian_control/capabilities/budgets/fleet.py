@@ -98,7 +98,7 @@ class BudgetSharing(FleetPart):
             part = connection.session.part(EngineBudgets)
             if part.stages != budgets.stages:
                 await connection.take_in(part.set_stages(budgets.stages), fleet.turns)
-                connection.note(part_record(connection.session, fleet.clock(), part.record()))
+                connection.note(part_record, fleet.clock(), part.record())
                 # The streams go on while the requests of many engines are shortened.
                 await asyncio.sleep(0)
 
@@ -137,7 +137,7 @@ class BudgetSharing(FleetPart):
         if self.budgets.stages:
             part = connection.session.part(EngineBudgets)
             at_once(part.set_stages(self.budgets.stages))
-            connection.note(part_record(connection.session, self.fleet.clock(), part.record()))
+            connection.note(part_record, self.fleet.clock(), part.record())
 
     def left(self, connection: Connection, replaced: bool) -> None:
         session, charges = connection.session, connection.session.part(EngineBudgets).charges

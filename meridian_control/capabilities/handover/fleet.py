@@ -79,7 +79,7 @@ class FleetHandovers(FleetPart):
         handovers = connection.session.part(EngineHandovers)
         handovers.pool = tuple(engines)
         if connection.recordings:
-            connection.note(part_record(connection.session, self.fleet.clock(), handovers.record()))
+            connection.note(part_record, self.fleet.clock(), handovers.record())
 
     # ----------------------------------------------------------------------------------------------------- the engines
 

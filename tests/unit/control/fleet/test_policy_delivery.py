@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import StoreUnavailable
-from meridian_control.fleet import catching_up, policy_delivery
+from meridian_control.fleet import catching_up, policy_delivery, trace_records
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.turns import ENGINES_AT_ONCE
 from meridian_control.policy.store import StoredRevision
@@ -17,6 +17,9 @@ from tests.unit.control.capabilities.handover.engines import hello
 
 if TYPE_CHECKING:
     import pytest
+    from meridian.v1 import fleet_pb2
+
+    from meridian_control.engine.session import Session
 
 ENGINES, NEVER_S = 3 * ENGINES_AT_ONCE + 1, 3600.0
 
@@ -52,6 +55,24 @@ async def test_other_work_comes_between_engines(monkeypatch: pytest.MonkeyPatch)
     while given(2) < ENGINES - 1:
         await asyncio.sleep(0)
     assert (given(1), gone.session.revision) == (0, 0)
+
+
+async def test_a_policy_is_recorded_only_for_a_recording_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record of a policy with many overrides takes milliseconds, for each engine."""
+    made, real = [], trace_records.policy_record
+
+    def record(session: Session, *args: Any) -> fleet_pb2.TraceRecord:
+        made.append(session.hello.engine_id)
+        return real(session, *args)
+
+    monkeypatch.setattr(policy_delivery, "policy_record", record)
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
+    for name in ("a", "b"):
+        fleet.join(hello(name, {}))
+    fleet.record("b")
+    fleet.set_policy(stored(1))
+    fleet._policies.send()
+    assert made == ["b"]
 
 
 async def test_a_store_that_is_away_is_logged_once_for_all_engines(
