@@ -13,14 +13,14 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meridian.v1 import agent_pb2
+
 from meridian_control.policy.effects import eat_may_end
 from meridian_control.policy.model import Who
 from meridian_control.policy.shortening_schema import PressurePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
-
-    from meridian.v1 import agent_pb2
 
     from meridian_control.policy.disagg_schema import DisaggPolicy
     from meridian_control.policy.loop_schema import LoopPolicy
@@ -53,6 +53,56 @@ REASONS = {"preempt": "no_preempt", "hand_over": "no_hand_over", "answer_handed_
 
 def missing(policy: Policy, hello: agent_pb2.Hello) -> str:
     """Describe, for people, the fields that need capabilities which this engine lacks; empty if there are none."""
+    answers = _answers_of(policy)
+    key = _read_of(hello, answers.label_names)
+    if (answer := answers.by_engine.get(key)) is None:
+        if len(answers.by_engine) >= MAX_ANSWERS:
+            answers.by_engine.clear()
+        answer = answers.by_engine[key] = _missing(policy, hello)
+    return answer
+
+
+class _Answers(NamedTuple):
+    """What engines lack for one policy, by what is read of an engine's Hello. To find it takes hundreds of milliseconds
+    for a policy with many overrides, and the engines of a fleet are much alike.
+
+    label_names: names of the labels that the policy reads.
+    """
+
+    policy: Policy
+    label_names: frozenset[str]
+    by_engine: dict[bytes, str]
+
+
+# The answers for the newest policies, which are the policy in force and the candidate of a rollout.
+_kept: list[_Answers] = []
+MAX_POLICIES, MAX_ANSWERS = 2, 256
+
+
+def _answers_of(policy: Policy) -> _Answers:
+    for answers in _kept:
+        if answers.policy is policy:
+            return answers
+    selectors = policy.disagg.thinking_pool, policy.disagg.answering_pool, *(o.engine_labels for o in policy.override)
+    _kept.append(_Answers(policy, frozenset().union(*selectors), {}))
+    del _kept[:-MAX_POLICIES]
+    return _kept[-1]
+
+
+def _read_of(hello: agent_pb2.Hello, label_names: frozenset[str]) -> bytes:
+    """Return all that this module reads of a Hello, of its labels those with these names."""
+    read = agent_pb2.Hello(
+        model=hello.model,
+        model_fingerprint=hello.model_fingerprint,
+        labels={name: hello.labels[name] for name in label_names if name in hello.labels},
+        capabilities=hello.capabilities,
+        engine_limits=hello.engine_limits,
+        **{field: getattr(hello, field) for field in REASONS.values()},
+    )
+    return read.SerializeToString(deterministic=True)
+
+
+def _missing(policy: Policy, hello: agent_pb2.Hello) -> str:
     lacking: dict[str, dict[str, None]] = {}
     for path, capability in _asked(policy, hello):
         if not getattr(hello.capabilities, capability):

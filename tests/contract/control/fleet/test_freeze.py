@@ -338,7 +338,12 @@ async def test_a_replica_that_does_not_know_a_freeze_yet_does_not_end_it(
     engine.link.lease.freeze_for(600)
     received: list[float] = []
     freeze_for = engine.link.lease.freeze_for
-    monkeypatch.setattr(engine.link.lease, "freeze_for", lambda s: (received.append(s), freeze_for(s)))
+
+    def freezes_for(seconds: float) -> None:
+        received.append(seconds)
+        freeze_for(seconds)
+
+    monkeypatch.setattr(engine.link.lease, "freeze_for", freezes_for)
     with engine:
         await engine.steps_until(lambda: control.connected() and confirmed(control))
         assert list(control.engine().freeze.freeze_ids) == [made.freeze_id]
