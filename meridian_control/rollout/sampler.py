@@ -14,6 +14,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.common.histogram import TIME_BUCKETS, time_counts
 from meridian_control.common.previous_look import PreviousLook
 from meridian_control.rollout.state import Measured, Sample
+from meridian_control.rollout.transitions import revision_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,7 +70,8 @@ class Sampler:
         applied = [engine for engine in governed if engine.acked_revision == candidate]
         frozen = [e for e in connected if e.acked_revision == candidate and e.HasField("freeze")]
         refused = [engine for engine in group if engine.nack_error]
-        waiting = [engine for engine in group if engine.state == CONNECTED and engine.acked_revision != candidate]
+        # A replica that does not know the rollout yet, or cannot read it, has not offered its engines the candidate.
+        waiting = [e for e in connected if e.acked_revision != candidate and _wanted(e, rollout) == candidate]
         missing, late = self._gone(group, {engine.engine_id for engine in connected}, lease_s, elapsed_s)
         off = [engine for engine in group if engine.state == CONNECTED and engine.fault]
         return Sample(
@@ -93,6 +95,11 @@ class Sampler:
         self._gone_s = {engine_id: self._gone_s.get(engine_id, -elapsed_s) + elapsed_s for engine_id in gone}
         late = [seconds for seconds in self._gone_s.values() if seconds > min(lease_s, LOST_S)]
         return len(gone) - len(late), len(late)
+
+
+def _wanted(engine: Engine, rollout: Rollout) -> int:
+    """Return the revision that the engine should have, whether or not it was sent it."""
+    return revision_of(rollout, engine.engine_id, engine.labels, engine.revision or engine.acked_revision)
 
 
 def _in_force(engine: Engine) -> int:

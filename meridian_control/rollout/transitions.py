@@ -118,7 +118,10 @@ def _steered(rollout: Rollout, by: By, what: str, to: State, possible: tuple[Sta
         raise RolloutEnded(rollout.rollout_id, rollout.state.word, what)
     if rollout.state not in possible:
         return rollout
-    begun = _anew(rollout) if (rollout.state, to) == (State.HALTED, State.RUNNING) else rollout
+    if (rollout.state, to) == (State.HALTED, State.RUNNING):
+        begun = _updated(_anew(rollout), violation=None)
+    else:
+        begun = rollout
     return _with(_updated(begun, state=to), by, EVENTS[what], by.reason)
 
 

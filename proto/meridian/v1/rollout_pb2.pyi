@@ -438,7 +438,7 @@ class Rollout(_message.Message):
 
     @_builtins.property
     def violation(self) -> Global___GuardrailReading:
-        """Reading that halted the rollout or rolled it back last."""
+        """Reading that halted the rollout or rolled it back last, until the rollout is resumed."""
 
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutEvent]:

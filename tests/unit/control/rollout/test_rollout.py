@@ -304,6 +304,7 @@ def test_a_halted_rollout_waits_and_is_measured_anew_once_resumed() -> None:
     assert rules.pause(rollout, BY) == rollout
     resumed = rules.resume(rollout, BY)
     assert (resumed.state, resumed.baked_s, resumed.candidate) == (State.RUNNING, 0.0, NOTHING)
+    assert (rollout.violation is None, resumed.violation) == (False, None)
     assert tick(resumed, itl((0.02, 100)), 60.0, NOW).state is State.COMPLETED
 
 

@@ -18,7 +18,7 @@ from meridian_control.rollout.state import By, Sample
 from meridian_control.rollout.transitions import begin
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
-ROLLOUT = begin(1, Plan.model_validate({"step": [{"percent": 50}]}), (1, 2), By(NOW))
+ROLLOUT = begin(1, Plan.model_validate({"step": [{"engine_labels": {"pool": "canary"}}]}), (1, 2), By(NOW))
 UP, DOWN = fleet_pb2.CONNECTION_STATE_CONNECTED, fleet_pb2.CONNECTION_STATE_DISCONNECTED
 LEASE_S = 30.0
 
@@ -132,6 +132,8 @@ def test_refused_and_pending() -> None:
     sample = Looks().at(
         engine("applied", 2),
         engine("asked", 1, revision=2),
+        engine("not-offered", 1, labels={"pool": "canary"}),
+        engine("not-offered-and-left", 1, labels={"pool": "canary"}, state=DOWN, lost=True),
         engine("refused", 1, revision=2, nack_error="no such parser"),
         engine("refused-and-left", 1, revision=2, nack_error="no such parser", state=DOWN),
         engine("refused-the-old", 1, nack_error="no such parser"),
@@ -139,8 +141,9 @@ def test_refused_and_pending() -> None:
         engine("other"),
         engine("refused-both", 0, revision=1, nack_error="no such parser"),
     )
-    assert (sample.candidate_engines, sample.other_engines, sample.pending, sample.nacks) == (1, 6, 1, 2)
-    assert sample.stable_engines == 4
+    assert (sample.candidate_engines, sample.other_engines, sample.pending, sample.nacks) == (1, 7, 2, 2)
+    assert sample.stable_engines == 5
+    assert sample.missing == 0
     assert sample.degraded == 1, "an agent that is off gets no settings, so nothing waits for it"
 
 
