@@ -142,6 +142,8 @@ class HarmGuard:
             self.newest, self._watches, self.evidence = None, {}, {}
             return
         answers, silent = await self._counts()
+        rollout = self._rollouts.newest
+        answers = without_past(answers, rollout.candidate_revision if rollout is not None and rollout.active else 0)
         newest = merged(answers.values())
         # The evidence against rules that only a silent replica counts is still needed when that replica answers.
         kept = self._watches if silent else {}
@@ -178,7 +180,7 @@ class HarmGuard:
         """
         policies, rollouts = self._rollouts.store.policies, self._rollouts.store
         current = await policies.current()
-        harms = current is not None and rules_of(current.policy) == savings.rules
+        harms = current is not None and savings.in_force and rules_of(current.policy) == savings.rules
         if current is not None and harms and reduce(without, kinds, current.policy) == current.policy:
             # Only a cap does harm, which is not withdrawn; the page and the alert show it.
             if savings.rules not in self._left:
@@ -187,7 +189,9 @@ class HarmGuard:
             return
         if (rollout := await rollouts.active()) is not None:
             candidate = (await policies.get(rollout.candidate_revision)).policy
-            if harms or rules_of(candidate) == savings.rules:
+            # Counts from before the candidate belong to an earlier rollout of the same rules.
+            tried = savings.since_revision >= rollout.candidate_revision and rules_of(candidate) == savings.rules
+            if harms or tried:
                 await rollouts.change(rollout, partial(abort, by=By(self._rollouts.clock(), WITHDRAWER, reason)))
                 await self._rollouts.look()
                 current = await policies.current()
@@ -205,6 +209,28 @@ class HarmGuard:
         # The engines get the revision also if the store cannot be read now.
         self._put_in_force(stored)
         await self._rollouts.look()
+
+
+def without_past(
+    answers: dict[str, fleet_pb2.GetSavingsResponse], candidate_revision: int
+) -> dict[str, fleet_pb2.GetSavingsResponse]:
+    """Return the replicas' counts without those of an earlier time at which the same rules were in force, which a
+    replica keeps until it has a newer policy or candidate with these rules. candidate_revision: that of the active
+    rollout, 0 for none."""
+
+    def newness(part: fleet_pb2.Savings) -> int:
+        return 2 if part.in_force else int(part.since_revision >= candidate_revision)
+
+    newest: dict[str, int] = {}
+    for part in (part for answer in answers.values() for part in answer.savings):
+        newest[part.rules] = max(newest.get(part.rules, 0), newness(part))
+    kept = {}
+    for replica, answer in answers.items():
+        kept[replica] = fleet_pb2.GetSavingsResponse()
+        kept[replica].CopyFrom(answer)
+        del kept[replica].savings[:]
+        kept[replica].savings.extend(part for part in answer.savings if newness(part) == newest[part.rules])
+    return kept
 
 
 def _drift(savings: fleet_pb2.Savings) -> str:

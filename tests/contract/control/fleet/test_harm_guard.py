@@ -300,6 +300,56 @@ async def test_harm_of_a_candidate_aborts_its_rollout_only(control: Control) -> 
     assert control.fleet.policy.policy == RULES
 
 
+async def test_counts_of_a_rollout_do_not_count_against_the_next_one_with_the_same_rules(control: Control) -> None:
+    """The counts stay until an engine has the new candidate, and longer on a replica that no engine of it comes to."""
+    await control.set_policy(RULES)
+    guard = control.fleet.part(Comparisons)
+    async with rolling_out(control) as first:
+        judge(guard.experiments.experiment_of(first, OTHER_RULES), harmful=20, of=40)
+        await guard.tick()
+    second = await start(control, OTHER_RULES)
+    await guard.tick()
+    assert (await newest_rollout(control)).state is State.RUNNING
+    mine = guard.local_counts()
+    assert guard.guard is not None
+
+    async def counts() -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:
+        return {"alone": guard.local_counts(), "older": mine}, []
+
+    guard.guard._counts = counts
+    judge(guard.experiments.experiment_of(second, OTHER_RULES), harmful=0, of=40)
+    await guard.tick()
+    assert (await newest_rollout(control)).state is State.RUNNING
+    assert guard.newest is not None
+    assert [row.judged for row in guard.newest.savings if row.since_revision == second] == [40]
+    judge(guard.experiments.experiment_of(second, OTHER_RULES), harmful=20, of=40)
+    await guard.tick()
+    assert (await newest_rollout(control)).state is State.ABORTED
+
+
+async def test_rules_are_not_withdrawn_again_for_counts_of_replicas_that_do_not_know_they_are_back(
+    control: Control,
+) -> None:
+    await control.set_policy(RULES)
+    guard = control.fleet.part(Comparisons)
+    harm(control)
+    await guard.tick()
+    assert guard.guard is not None
+    late = guard.local_counts()
+    assert [(row.harmful, row.in_force) for row in late.savings if row.judged] == [(20, False)]
+
+    async def counts() -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:
+        return {"late": late} | ({"alone": guard.local_counts()} if known else {}), []
+
+    guard.guard._counts, known = counts, False
+    again = await control.set_policy(RULES)
+    await guard.tick()
+    known = True
+    harm(control, harmful=0)
+    await guard.tick()
+    assert control.fleet.revision == again.revision
+
+
 @pytest.mark.parametrize("candidate", [OTHER_RULES, SAME_RULES])
 async def test_a_rollout_from_a_policy_whose_cap_harms_goes_on(control: Control, candidate: Policy) -> None:
     """The candidate may mend the harm. It is aborted only if its own rules do harm."""

@@ -381,7 +381,7 @@ async def test_evidence_outlives_a_look_at_which_its_only_replica_is_silent() ->
     async def heard() -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:
         return {} if silent else {"peer": fleet_pb2.GetSavingsResponse(savings=counted)}, silent
 
-    unused: Any = SimpleNamespace()
+    unused: Any = SimpleNamespace(newest=None)
     guard = HarmGuard(heard, lambda: True, unused, unused, lambda: NOW)
     await guard.look()
     counted[:] = [answer(judged=64, harmful=2)]
