@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 from meridian_control.capabilities.pressure import metrics, shown
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.fleet.part import FleetPart
+from meridian_control.fleet.trace_records import part_record
 from meridian_control.fleet.turns import in_turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from datetime import datetime
 
     from meridian.v1 import fleet_pb2
 
+    from meridian_control.capabilities.pressure.rule import Controller
     from meridian_control.engine.session import Session
     from meridian_control.engine.totals import Totals
     from meridian_control.fleet.connection import Connection
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from meridian_control.fleet.part import Metric
 
 logger = logging.getLogger(__name__)
+
+# Seconds after the end of an engine's stream within which its next stream begins at the same levels.
+KEPT_S = 60.0
 
 
 class FleetPressure(FleetPart):
@@ -31,13 +37,35 @@ class FleetPressure(FleetPart):
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
+        # By engine id: the incarnation, the time at which its newest stream ended, and the controllers of that stream.
+        self._ended: dict[str, tuple[str, datetime, dict[str, Controller]]] = {}
 
     async def tick(self) -> None:
         async for session in in_turns(self.fleet.connections.sessions):
             log_changes(session)
 
+    def joined(self, connection: Connection) -> None:
+        """Let a stream begin at the levels of the one before: each stream ends after half an hour, also under load."""
+        session, now = connection.session, self.fleet.clock()
+        part, (engine_id, incarnation) = session.part(EnginePressure), session.identity
+        before, left_at, controllers = self._ended.pop(engine_id, ("", now, {}))
+        if before == incarnation and (now - left_at).total_seconds() <= KEPT_S:
+            part.controllers = controllers
+        for replaced in self.fleet.connections.of_process(session.identity):
+            part.controllers = dict(replaced.session.part(EnginePressure).controllers)
+        if part.levels:
+            connection.note(part_record, now, part.record())
+
     def left(self, connection: Connection, replaced: bool) -> None:
         log_changes(connection.session)
+        if not replaced:
+            engine_id, incarnation = connection.session.identity
+            controllers = connection.session.part(EnginePressure).controllers
+            self._ended[engine_id] = incarnation, self.fleet.clock(), controllers
+
+    def forgot(self, engine_ids: list[str]) -> None:
+        for engine_id in engine_ids:
+            self._ended.pop(engine_id, None)
 
     def show_engine(self, view: fleet_pb2.Engine, session: Session) -> None:
         view.pressures.extend(session.part(EnginePressure).messages())

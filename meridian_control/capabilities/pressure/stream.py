@@ -33,6 +33,7 @@ from meridian_control.engine.part import Part
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.shortening import UNSHORTENED, matching
 from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, differs
+from meridian_control.policy.shortening_kinds import acts_on_thinking
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -60,8 +61,8 @@ MOST_IDLE = 1 + MAX_LEVEL * (MAX_HOLD + 1) + FORGET
 class EnginePressure(Part):
     """The pressure entries on one engine, which shorten its requests in stages.
 
-    levels: by the entry's name, without those at level 0. readings: by name, those of the newest complete window.
-    changes: by name, the newest changes, newest first.
+    levels: by the entry's name, without those at level 0. controllers: by name. readings: by name, those of the newest
+    complete window. changes: by name, the newest changes, newest first.
     """
 
     section = "pressure"
@@ -73,7 +74,9 @@ class EnginePressure(Part):
         self.readings: dict[str, list[Reading]] = {}
         self.changes: dict[str, deque[LevelChange]] = {}
         self._unlogged: list[LevelChange] = []
-        self._controllers: dict[str, Controller] = {}
+        self.controllers: dict[str, Controller] = {}
+        # Names of the entries whose level has an effect.
+        self._acting: set[str] = set()
         self._windows: list[Window] = []
         self._forget()
 
@@ -89,7 +92,7 @@ class EnginePressure(Part):
 
     @property
     def levels(self) -> dict[str, int]:
-        return {name: controller.level for name, controller in self._controllers.items() if controller.level}
+        return {name: controller.level for name, controller in self.controllers.items() if controller.level}
 
     def messages(self) -> list[fleet_pb2.Pressure]:
         """Return the entries, in the policy's order."""
@@ -124,15 +127,15 @@ class EnginePressure(Part):
 
     def set_levels(self, levels: Mapping[str, int]) -> None:
         """Set the levels by the entry's name, as they were when a recording began; a missing entry has level 0."""
-        self._controllers = {name: Controller(levels.get(name, 0)) for name in {*self._controllers, *levels}}
+        self.controllers = {name: Controller(levels.get(name, 0)) for name in {*self.controllers, *levels}}
         if self.entries:
             at_once(self._stream.shorten_again(self._table.slots().tolist()))
 
     # ----------------------------------------------------------------------------------------------------- requests
 
     def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
-        """Put a policy's entries in force. An entry keeps its level and those that gain least under its name; all
-        windows begin anew."""
+        """Put a policy's entries in force. An entry keeps its level, unless only now the level has an effect, and those
+        that gain least under its name; all windows begin anew."""
         entries = policy.pressure
         if not self.entries:
             self._forget()
@@ -142,8 +145,14 @@ class EnginePressure(Part):
             if entry.name in before:
                 first |= (self._first >> before[entry.name] & 1) << index
         self._first = first
-        names = {entry.name for entry in entries}
-        self._controllers = {name: self._controllers.get(name, Controller()) for name in sorted(names)}
+        names, acted = {entry.name for entry in entries}, self._acting
+        caps = acts_on_thinking(policy)
+        self._acting = {entry.name for entry in entries if not entry.shadow and (caps or entry.entropy_in_force)}
+        # Without an effect a level rises further than would be enough.
+        idle = {name for name in self._acting - acted if name in before}
+        self.controllers = {
+            name: Controller() if name in idle else self.controllers.get(name, Controller()) for name in sorted(names)
+        }
         self.readings = {}
         self.changes = {name: kept for name, kept in self.changes.items() if name in names}
         self._windows = [Window(entry, self._stream.clock_ms(now)) for entry in entries]
@@ -175,7 +184,7 @@ class EnginePressure(Part):
         first, stages = int(self._first[slot]), []
         for index, entry in enumerate(self.entries):
             if members >> index & 1:
-                stage = stage_at(self._controllers[entry.name].level, bool(first >> index & 1))
+                stage = stage_at(self.controllers[entry.name].level, bool(first >> index & 1))
                 stages += [(index, stage)] if stage > UNSHORTENED else []
         return tuple(stages)
 
@@ -335,7 +344,7 @@ class EnginePressure(Part):
         self._choose(index)
 
     def _decide(self, entry: PressurePolicy, readings: list[Reading], now: datetime) -> None:
-        controller = self._controllers[entry.name]
+        controller = self.controllers[entry.name]
         before = controller.level
         if (level := controller.judge(readings)) == before:
             return
@@ -353,7 +362,7 @@ class EnginePressure(Part):
         """Choose the half of the entry's thinking requests that gain least from more thinking, if its level treats
         requests differently. A request that is chosen stays so until the level changes to one that does not."""
         bit, size = 1 << index, len(self._members)
-        if not self._controllers[self.entries[index].name].level % 2:
+        if not self.controllers[self.entries[index].name].level % 2:
             self._first &= ~bit
             return
         table = self._table

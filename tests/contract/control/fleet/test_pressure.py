@@ -8,20 +8,22 @@ import logging
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from meridian.v1 import agent_pb2
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.capabilities.pressure.fleet import FleetPressure
+from meridian_control.capabilities.pressure.stream import EnginePressure
+from meridian_control.fleet.fleet import Fleet
 from tests.contract.control.fleet.test_record import Recorder, check_replay
 from tests.contract.ctl import ctl
+from tests.fakes.agent import hello
 from tests.fakes.control import utc_now
 from tests.fakes.engine import END, START
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 
 if TYPE_CHECKING:
-    import pytest
-    from meridian.v1 import fleet_pb2
-
     from meridian_control.policy.model import Policy
     from tests.contract.streams import Control
 
@@ -193,6 +195,30 @@ async def test_a_recording_that_begins_late_has_the_levels(control: Control) -> 
         async with Recorder(control) as recorder:
             records = await recorder.finished()
     assert [dict(r.pressure_levels.levels) for r in records if r.HasField("pressure_levels")] == [{"chat": 2}]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "incarnation", "levels"),
+    [(None, "a", {"chat": 4}), (59, "a", {"chat": 4}), (61, "a", {}), (1, "b", {})],
+)
+async def test_a_stream_begins_at_the_levels_of_its_process_before(
+    left_s: int | None, incarnation: str, levels: dict[str, int]
+) -> None:
+    """The server ends each stream after half an hour. left_s: for how long the older stream has ended, None if it is
+    still open."""
+    now = utc_now()
+    fleet = Fleet(lambda: now, capabilities=CAPABILITIES)
+    older = fleet.join(hello("engine", incarnation="a"))
+    older.session.part(EnginePressure).set_levels({"chat": 4})
+    recording = fleet.record("engine")
+    recorded = len(recording._waiting)
+    if left_s is not None:
+        fleet.leave(older, "disconnected")
+        now += timedelta(seconds=left_s)
+    newer = fleet.join(hello("engine", incarnation=incarnation))
+    assert newer.session.part(EnginePressure).levels == levels
+    records = [fleet_pb2.TraceRecord.FromString(each) for each in list(recording._waiting)[recorded:]]
+    assert [dict(r.pressure_levels.levels) for r in records if r.HasField("pressure_levels")] == [levels] * bool(levels)
 
 
 async def test_an_engine_that_is_left_alone_is_shown_restored(

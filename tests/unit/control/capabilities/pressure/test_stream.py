@@ -230,6 +230,14 @@ def test_pressure_in_shadow_that_the_policy_has_no_more_is_not_compared() -> Non
     assert not [row for row in made.session.shadow.messages() if row.section == "pressure" and row.requests]
 
 
+@pytest.mark.parametrize("before", [pressed({**CHAT, "shadow": True}), pressed(shadow=True)])
+def test_a_level_that_had_no_effect_does_not_come_into_force(before: Policy) -> None:
+    """In shadow nothing relieves the engine, so the level rises further than would be enough."""
+    other = pressed({**CHAT, "output_itl_p99_ms": 41.0})
+    play(answering(before), slow(5.2), at(MAX_LEVEL), pressed(), at(0), slow(2.2), at(2), before, at(2), before, at(2))
+    play(answering(pressed()), slow(2.2), at(2), other, at(2), before, at(2))
+
+
 def test_pressure_in_shadow_only_measures_and_compares() -> None:
     made = answering(pressed({**CHAT, "shadow": True}))
     made.open("a", 40, tenant="chat")
@@ -451,7 +459,7 @@ def test_what_is_kept_goes_with_its_entry() -> None:
 
 def test_an_idle_engine_forgets_its_misses() -> None:
     made = answering(pressed())
-    controller = made.session.part(EnginePressure)._controllers["chat"]
+    controller = made.session.part(EnginePressure).controllers["chat"]
     seconds(made, 1.2, SLOW_MS)
     controller.hold = MAX_HOLD
     idle(made)
@@ -474,7 +482,7 @@ def test_the_levels_of_an_idle_engine_do_not_depend_on_who_looks(every_ms: int) 
         made.open("a", 10_000, tenant="chat")
         made.step(2)
     found = [made.session.part(EnginePressure) for made in (looked_at, alone)]
-    assert found[0]._controllers == found[1]._controllers
+    assert found[0].controllers == found[1].controllers
     assert found[0]._windows[0].start_ms == found[1]._windows[0].start_ms
     assert 0 < level(alone) < 6
 
