@@ -3,8 +3,9 @@
 The module owns the channels between replicas. Replicas ask each other on demand instead of publishing their state, so
 that data that changes in every step stays out of the database and answers are as fresh as on the engine's own replica.
 An answer leaves out, and names, each replica that does not answer within CALL_TIMEOUT_S, however many calls
-the question takes; a replica that has not answered once has a tenth of that time until it answers again. A replica
-whose answer cannot be read or used counts as one that does not answer. The module runs on the control plane's event
+the question takes; a replica that has not answered once has a tenth of that time until it answers again, but the whole
+time every PATIENT_S, because it may be slow for good. A replica whose answer cannot be read or used counts as one that
+does not answer. The module runs on the control plane's event
 loop.
 """
 
@@ -42,6 +43,8 @@ Asked = TypeVar(
 CALL_TIMEOUT_S = 2.0
 # Share of CALL_TIMEOUT_S for which a replica is waited for that has not answered the question before.
 SILENT_SHARE = 0.1
+# Seconds between two questions for which such a replica has the whole CALL_TIMEOUT_S.
+PATIENT_S = 10.0
 # Seconds between two attempts to record from replicas that do not send records yet.
 LOOK_S = 1.0
 NAMES = tls_look.Names("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY")
@@ -87,9 +90,10 @@ class Peers:
         self._tls = Reloaded(credentials.files(), credentials.channel)
         self._shown = self._tls.get()
         self._known: dict[str, Peer] = {}
-        # Ids of replicas for which a missing answer, or a missing recording, has already been logged; answers with the
-        # part of a replica's data that was asked for, empty for any.
-        self._silent: set[tuple[str, str]] = set()
+        # Replicas whose answer is missing, which was logged, by id and the part of the replica's data that was asked
+        # for, empty for any; each with the newest time at which it had the whole CALL_TIMEOUT_S.
+        self._silent: dict[tuple[str, str], float] = {}
+        # Ids of replicas for which a missing recording has already been logged.
         self._not_recording: set[str] = set()
         # Close channels, and find out why a replica does not answer; nobody waits for them before `close`.
         self._tasks = Tasks()
@@ -158,20 +162,24 @@ class Peers:
         raise ReplicaUnavailable([replica_id], "it is not among the live replicas")
 
     async def _asked(self, peer: Peer, call: Callable[[Peer], Awaitable[Answer]], part: str) -> list[Answer]:
-        replica_id = peer.replica.replica_id
+        replica_id, now_s = peer.replica.replica_id, asyncio.get_running_loop().time()
+        about = {(replica_id, ""), (replica_id, part)}
+        waited_s = [self._silent[each] for each in about & self._silent.keys()]
         # Every question would otherwise wait for the time limit while a replica hangs.
-        was_silent = bool(self._silent & {(replica_id, ""), (replica_id, part)})
-        patience_s = CALL_TIMEOUT_S * (SILENT_SHARE if was_silent else 1)
+        hurries = bool(waited_s) and now_s - max(waited_s) < PATIENT_S
+        if waited_s and not hurries:
+            self._silent[replica_id, part] = now_s
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(CALL_TIMEOUT_S * (SILENT_SHARE if hurries else 1)):
                 answer = await _answered(peer, call)
         except (grpc.aio.AioRpcError, ReplicaUnavailable, TimeoutError) as error:
-            if not self._silent & {(replica_id, ""), (replica_id, part)}:
-                self._silent.add((replica_id, part))
+            if not about & self._silent.keys():
+                self._silent[replica_id, part] = now_s
                 # The question does not wait for the look, which may take seconds.
                 self._tasks.start(self._complain(peer, error))
             return []
-        self._silent -= {(replica_id, ""), (replica_id, part)}
+        for each in about:
+            self._silent.pop(each, None)
         return [answer]
 
     async def _complain(self, peer: Peer, error: grpc.aio.AioRpcError | ReplicaUnavailable | TimeoutError) -> None:

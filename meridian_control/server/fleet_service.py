@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest, NotFound
+from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.common.paging import fitting, page
 from meridian_control.fleet import decision_queries, thinking_ends
 from meridian_control.fleet.part import each
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     import grpc
 
@@ -37,14 +39,38 @@ KEPT_S = 5.0
 PAGE_BYTES, REPLICA_BYTES, ONLY_PAGE_BYTES = 2 << 20, 16 << 20, 60 << 20
 
 
+class _RequestList:
+    """The live requests, of which a list may take a hundred megabytes: one is made at a time, and kept for its further
+    pages. look: returns the requests of an engine, empty for all, and the replicas that did not answer.
+
+    The caller holds the lock while it uses a list.
+    """
+
+    def __init__(self, look: Callable[[str], Awaitable[tuple[list[fleet_pb2.LiveRequest], list[str]]]]) -> None:
+        self.lock, self._look = asyncio.Lock(), look
+        self._kept: tuple[str, list[fleet_pb2.LiveRequest], list[str]] | None = None
+        self._forgetting: asyncio.TimerHandle | None = None
+
+    async def of(self, engine_id: str, is_further: bool) -> tuple[list[fleet_pb2.LiveRequest], list[str]]:
+        """Return the requests and the replicas that did not answer. is_further: for a page that is not the first."""
+        if not is_further or self._kept is None or self._kept[0] != engine_id:
+            self.forget()
+            self._kept = engine_id, *await self._look(engine_id)
+            self._forgetting = asyncio.get_running_loop().call_later(KEPT_S, self.forget)
+        return self._kept[1:]
+
+    def forget(self) -> None:
+        self._kept = None
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+
+
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(self, whole: WholeFleet) -> None:
         self._whole, self._stopped = whole, asyncio.Event()
-        # A list of all live requests may take a hundred megabytes, so one is made at a time, and one is kept for the
-        # further pages: the selection, the requests, and the replicas that did not answer.
-        self._listing = asyncio.Lock()
-        self._listed: tuple[tuple[str, bool], list[fleet_pb2.LiveRequest], list[str]] | None = None
-        self._forgetting: asyncio.TimerHandle | None = None
+        # A list for another replica does not wait for one that asks the others, because two replicas would wait for each
+        # other.
+        self._lists = {local: _RequestList(partial(whole.requests, local_only=local)) for local in (False, True)}
         # Methods that capabilities answer, by name.
         self._answers = {name: answer for part in whole.fleet.parts.values() for name, answer in part.calls().items()}
 
@@ -65,32 +91,24 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def ListRequests(  # noqa: N802
         self, request: fleet_pb2.ListRequestsRequest, context: Context
     ) -> fleet_pb2.ListRequestsResponse:
-        async with self._listing:
-            asked = request.engine_id, request.local_only
-            if not request.page_token or self._listed is None or self._listed[0] != asked:
-                self._forget()
-                self._listed = (asked, *await self._whole.requests(*asked))
-                self._forgetting = asyncio.get_running_loop().call_later(KEPT_S, self._forget)
-            _, requests, unreachable = self._listed
+        kept = self._lists[request.local_only]
+        async with kept.lock:
+            requests, unreachable = await kept.of(request.engine_id, is_further=bool(request.page_token))
             shown, token = self._page(requests, request)
             if not token:
-                self._forget()
+                kept.forget()
             del requests
         return fleet_pb2.ListRequestsResponse(requests=shown, next_page_token=token, unreachable_replicas=unreachable)
 
-    def _forget(self) -> None:
-        self._listed = None
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-
     @staticmethod
     def _page(entries: list[Shown], request: Paged) -> tuple[list[Shown], str]:
-        """Return the requested page and the token of the next page. Only its bytes bound a page for a replica."""
+        """Return the requested page and the token of the next page. A page for a replica is bounded by its bytes, and
+        by the number of entries that the replica reads."""
         if request.local_only and not request.page_size:
             return entries[: fitting(entries, ONLY_PAGE_BYTES)], ""
         begin, end, _ = page(len(entries), request.page_size, request.page_token)
         if request.local_only:
-            end = len(entries)
+            end = min(len(entries), begin + MAX_SLOTS // 2)
         end = begin + fitting(entries[begin:end], REPLICA_BYTES if request.local_only else PAGE_BYTES)
         return entries[begin:end], str(end) if end < len(entries) else ""
 

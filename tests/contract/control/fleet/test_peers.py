@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -13,12 +15,16 @@ from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import ReplicaUnavailable
+from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.fleet import peers
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.part import Beside
+from meridian_control.fleet.peer_answers import read
 from meridian_control.fleet.peers import Peer, Peers
+from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy.model import Policy
+from meridian_control.server.fleet_service import FleetService
 from tests.contract.proxies import proxy
 from tests.fakes.control import utc_now
 from tests.patient import LONG_S
@@ -98,6 +104,56 @@ async def test_a_replica_that_hangs_is_not_waited_for_again(
     monkeypatch.setattr(peers, "CALL_TIMEOUT_S", LONG_S)
     heard, unreachable = await made.ask(listed)
     assert (list(heard), unreachable) == (["other"], [])
+
+
+async def test_a_slow_replica_has_the_whole_time_again_and_again(
+    silent: tuple[Silent, list[Replica], Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that always takes longer than the short time would otherwise be left out for good after one delay."""
+    made, patience, timeout = silent[2], [], asyncio.timeout
+
+    def timing(delay: float) -> asyncio.Timeout:
+        patience.append(delay)
+        return timeout(delay)
+
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(asyncio, "timeout", timing)
+    for again_s in (LONG_S, LONG_S, 0.0, LONG_S):
+        monkeypatch.setattr(peers, "PATIENT_S", again_s)
+        assert await made.ask(listed, "engines") == ({}, ["other"])
+    assert patience == [0.05, pytest.approx(0.005), 0.05, pytest.approx(0.005)]
+
+
+@pytest.mark.usefixtures("_patient")
+async def test_replicas_that_list_requests_for_each_other_do_not_wait_for_each_other() -> None:
+    async with AsyncExitStack() as stack:
+        lists: list[list[Replica]] = [[], []]
+        stubs = []
+        for number, live in enumerate(lists):
+            made = Peers(partial(list, live), ClientCredentials())
+            stack.push_async_callback(made.close)
+            fleet = Fleet(utc_now, capabilities=CAPABILITIES)
+            servicer, server = FleetService(WholeFleet(fleet, str(number), made, lambda: True)), grpc.aio.server()
+            fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+            lists[1 - number].append(Replica(str(number), f"127.0.0.1:{port}"))
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+            stubs.append(fleet_pb2_grpc.FleetServiceStub(channel))
+        answers = await asyncio.gather(*(stub.ListRequests(fleet_pb2.ListRequestsRequest()) for stub in stubs))
+    assert [list(answer.unreachable_replicas) for answer in answers] == [[], []]
+
+
+def test_a_replica_reads_every_page_of_another_one() -> None:
+    live = [fleet_pb2.LiveRequest(request_id=f"{number:040}") for number in range(MAX_SLOTS + 1)]
+    request, seen = fleet_pb2.ListRequestsRequest(local_only=True, page_size=1000), list[str]()
+    while request.page_token or not seen:
+        page, request.page_token = FleetService._page(live, request)
+        answer = fleet_pb2.ListRequestsResponse(requests=page, next_page_token=request.page_token)
+        given: Any = read(answer.SerializeToString(), fleet_pb2.ListRequestsResponse.FromString)
+        seen += [entry.request_id for entry in given.requests]
+    assert seen == [entry.request_id for entry in live]
 
 
 async def test_a_caller_that_hangs_up_ends_the_question(silent: tuple[Silent, list[Replica], Peers]) -> None:
