@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Row, func, insert, select, text, update
+from sqlalchemy import Row, bindparam, func, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from meridian_control.capabilities.budgets.token_bucket import Account, charged, settled
@@ -18,7 +18,7 @@ from meridian_control.storage.database import utc
 from meridian_control.storage.tables import budgets as _budgets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from datetime import datetime
 
     from sqlalchemy.ext.asyncio import AsyncConnection
@@ -65,7 +65,7 @@ class BudgetStore:
                     after = {name: charged(account, 0, budgets[name], now) for name, account in before.items()}
                     for name, usage in sorted(used.items()):
                         after[name] = settled(before.get(name), usage, budgets[name], now)
-                        await _write(connection, name, after[name], known=name in before)
+                    await _write(connection, {name: after[name] for name in sorted(used)}, before.keys())
                 _complain(before, after)
                 return after
             except IntegrityError:
@@ -112,9 +112,14 @@ def _account(row: Row[Any]) -> Account:
     return Account(row.used_tokens, row.minute_missing, row.day_missing, utc(row.updated_at))
 
 
-async def _write(connection: AsyncConnection, name: str, account: Account, *, known: bool) -> None:
-    values = account._asdict()
-    if known:
-        await connection.execute(update(_budgets).where(_budgets.c.name == name).values(values))
-    else:
-        await connection.execute(insert(_budgets).values(values | {"name": name}))
+async def _write(connection: AsyncConnection, accounts: Mapping[str, Account], known: Collection[str]) -> None:
+    """Write accounts, all known ones with one statement and all new ones with another: each statement waits for the
+    database."""
+    old = [account._asdict() | {"known": name} for name, account in accounts.items() if name in known]
+    new = [account._asdict() | {"name": name} for name, account in accounts.items() if name not in known]
+    for statement, rows in (
+        (update(_budgets).where(_budgets.c.name == bindparam("known")), old),
+        (insert(_budgets), new),
+    ):
+        if rows:
+            await connection.execute(statement, rows)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import select, update
+from sqlalchemy import event, select, update
 
 from meridian_control.capabilities.budgets.store import BudgetStore
 from meridian_control.capabilities.budgets.token_bucket import Account, Usage, charged, full
@@ -63,6 +63,27 @@ async def test_usage_adds_up_and_outlives_a_restart(address: str) -> None:
     database = await Database.open(address)
     assert shown(await BudgetStore(database, utc_now).charge({}, BUDGETS)) == both
     assert shown(await BudgetStore(database, utc_now).charge({}, {"b": BUDGETS["b"]})) == {"b": both["b"]}
+    await database.close()
+
+
+async def test_many_budgets_take_no_more_statements_than_two(address: str) -> None:
+    """Each statement waits for the database, under locks for which other replicas wait."""
+    database, counts = await Database.open(address), list[int]()
+    store = BudgetStore(database, utc_now)
+
+    def count(*_: Any) -> None:
+        counts[-1] += 1
+
+    event.listen(database._engine.sync_engine, "before_cursor_execute", count)
+    for number in (2, 40):
+        named = {f"{number}-{n}": BudgetPolicy(name=f"{number}-{n}", tokens_per_day=86_400) for n in range(number)}
+        for added in (100, 200):
+            counts.append(0)
+            now = utc_now()
+            charges = {n: Usage(100, full(now), charged(full(now), 100, budget, now)) for n, budget in named.items()}
+            accounts = await store.charge(charges, named)
+            assert {account.used_tokens for account in accounts.values()} == {added}
+    assert counts[:2] == counts[2:]
     await database.close()
 
 
