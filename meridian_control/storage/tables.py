@@ -9,7 +9,7 @@ from datetime import datetime
 
 from sqlalchemy import BigInteger, Column, DateTime, Float, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 9
+VERSION = 10
 MAX_REQUEST_ID_CHARS = 128
 METADATA = MetaData()
 
@@ -118,7 +118,8 @@ known_engines = Table(
 episodes = Table(
     "self_calibration_episodes",
     METADATA,
-    Column("number", Integer, primary_key=True, autoincrement=True),
+    # A fleet that records 100 requests a second would use up 32 bits within a year.
+    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
     Column("traffic", Text, nullable=False),
     _time("time"),
     Column("episode", Text, nullable=False),

@@ -170,7 +170,13 @@ class SelfCalibration(FleetPart):
 
         Raises StoreUnavailable, StoredPolicyUnreadable, CalibrationError.
         """
-        await self._record()
+        try:
+            await self._record()
+        finally:
+            # What cannot be stored must not keep rules from being withdrawn.
+            await self._lead()
+
+    async def _lead(self) -> None:
         if self._store is None or not self._leads():
             self._watches, self._states = {}, {}
             return

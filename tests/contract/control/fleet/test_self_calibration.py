@@ -677,6 +677,19 @@ async def test_episodes_are_kept_while_the_store_is_away(control: Control, monke
     assert (await found(control)).recorded_requests == 10
 
 
+async def test_episodes_that_cannot_be_stored_keep_no_rule_in_force(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = {"traffic": OTHER.traffic, "entropy": {"shadow": False}, "scheduler": {"min_think_tokens": 9}}
+    await apply(control, ASKED.model_copy(update={"override": Policy.model_validate({"override": [foreign]}).override}))
+    part = control.fleet.part(SelfCalibration)
+    monkeypatch.setattr(part._store, "add", unavailable)
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable):
+            await records(control, EASY, 5)
+    assert await policy_now(control) == ASKED
+
+
 @pytest.mark.parametrize("name", ["MAX_WAITING", "MAX_WAITING_BYTES"])
 async def test_the_oldest_episodes_go_while_the_store_is_away(
     control: Control, monkeypatch: pytest.MonkeyPatch, name: str

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import text
 
 from meridian_control.capabilities.self_calibration.episodes import Episode, Sample
 from meridian_control.capabilities.self_calibration.learner import Learner
@@ -32,6 +33,16 @@ async def stores(address: str) -> AsyncIterator[tuple[EpisodeStore, EpisodeStore
 def episode(name: str, natural: int = 300) -> str:
     samples = Sample(64, 66, 0.25, 2, 1, False, True, False), Sample(128, 130, 0.5, 2, 1, True, False, True)
     return Episode(name, natural, samples).to_json()
+
+
+async def test_numbers_outgrow_32_bits(postgres_address: str) -> None:
+    database = await Database.open(postgres_address)
+    async with database.writing(tell=False) as connection:
+        await connection.execute(text("SELECT setval('self_calibration_episodes_number_seq', 2147483647)"))
+    store = EpisodeStore(database)
+    await store.add([(CHAT, episode("a"))], NOW, 10)
+    assert (await store.newest())[CHAT].number == 2**31
+    await database.close()
 
 
 async def test_replicas_add_to_the_same_episodes(stores: tuple[EpisodeStore, EpisodeStore]) -> None:
