@@ -225,10 +225,6 @@ class Handovers:
         """Return the results of all engines."""
         return sum(self.results.values(), Counter())
 
-    def pending(self) -> int:
-        """Return the number of requests without a result."""
-        return sum(not request.result for request in self._requests.values())
-
     def _is_continued(self, request: _Request) -> bool:
         return any(
             continued.message.state == LIVE

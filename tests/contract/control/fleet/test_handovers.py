@@ -14,7 +14,7 @@ from tests.contract.control.fleet.test_record import replayed
 from tests.contract.raw_engine import RawEngine
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
-from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, hello
+from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, hello, pending
 
 if TYPE_CHECKING:
     from tests.contract.streams import Control
@@ -50,7 +50,7 @@ async def test_a_request_thinks_on_one_engine_and_answers_on_another(control: Co
         assert (move.slot, move.url, move.shadow) == (0, "http://b:8000", False)
         await continued(a, b, move)
         await until(lambda: control.fleet.part(FleetHandovers).results.total() == {"handed_over": 1})
-        await until(lambda: control.fleet.part(FleetHandovers).results.pending() == 0)
+        await until(lambda: pending(control.fleet.part(FleetHandovers).results) == 0)
         for request_id, other in (("on-a", "on-b"), ("on-b", "on-a")):
             answer = await fleet.ExplainRequest(fleet_pb2.ExplainRequestRequest(request_id=request_id))
             assert [life.request_id for life in answer.related] == [other]

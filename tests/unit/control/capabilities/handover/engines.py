@@ -30,6 +30,11 @@ def disagg(**fields: Any) -> Policy:
     )
 
 
+def pending(results: Handovers) -> int:
+    """Return the number of requests without a result."""
+    return sum(not request.result for request in results._requests.values())
+
+
 def hello(engine_id: str = "a", labels: dict[str, str] | None = None, **fields: Any) -> agent_pb2.Hello:
     """Return the Hello of an engine of 100 blocks of 16 tokens."""
     known = {

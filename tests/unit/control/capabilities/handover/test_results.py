@@ -24,7 +24,7 @@ from meridian_control.capabilities.handover.results import (
 )
 from meridian_control.capabilities.handover.rule import Move
 from tests.fakes.lines import lines_run
-from tests.unit.control.capabilities.handover.engines import NOW, answering
+from tests.unit.control.capabilities.handover.engines import NOW, answering, pending
 
 A, B, C = ("a", "1", "on-a"), ("b", "1", "on-b"), ("c", "1", "on-c")
 STOP, ABORT = agent_pb2.FINISH_REASON_STOP, agent_pb2.FINISH_REASON_ABORT
@@ -108,9 +108,9 @@ def test_a_replica_that_says_no_more_of_a_continuation() -> None:
     for after in (timedelta(), WAIT):
         happen(results, "told b", after)
     results.expire(LATE)
-    assert (made.result, results.pending()) == ("", 1)
+    assert (made.result, pending(results)) == ("", 1)
     results.expire(LATE + WAIT)
-    assert (made.result, results.pending(), results._by_ref) == (CLIENT_GONE, 0, {})
+    assert (made.result, pending(results), results._by_ref) == (CLIENT_GONE, 0, {})
 
 
 def test_the_oldest_continuations_go_first() -> None:
@@ -187,14 +187,14 @@ def test_what_becomes_of_a_request(events: str, result: str, detail: str) -> Non
     *before, last = events.split(", ")
     for event in before:
         happen(results, event, WAIT if event == "expire" else timedelta())
-        assert (made.result, results.pending()) == ("", 1)
+        assert (made.result, pending(results)) == ("", 1)
     happen(results, last, timedelta())
     # The thinking engine may close the request after the answering engine has begun.
     for later in ("stopped", "finish b") if not {"stopped", "finished", "aborted"} & {*before, last} else ("finish b",):
         assert (made.result, detail in made.detail) == (result, True)
         happen(results, later, timedelta())
     results.expire(LATE)
-    assert (results.total(), results.pending()) == (Counter({result: 1}), 0)
+    assert (results.total(), pending(results)) == (Counter({result: 1}), 0)
 
 
 @settings(max_examples=150)
@@ -205,7 +205,7 @@ def test_every_request_has_exactly_one_result(events: list[str]) -> None:
     for event in events:
         if event == "later":
             now += WAIT / 2
-        elif event == "again" and (closed or not results.pending()):
+        elif event == "again" and (closed or not pending(results)):
             # A decision is made only about a request that lives.
             continue
         elif event in ("stopped", "finished", "aborted", "back a") and closed:
@@ -214,13 +214,13 @@ def test_every_request_has_exactly_one_result(events: list[str]) -> None:
         else:
             happen(results, event, now)
         closed |= event in ("stopped", "finished", "aborted")
-        assert sum(results.total().values()) + results.pending() == 1
+        assert sum(results.total().values()) + pending(results) == 1
     # Both engines go away in the end.
     for event in ("lost a", "lost b", "lost c"):
         happen(results, event, now)
     results.expire(NOW + now + 2 * WAIT)
     assert sum(results.total().values()) == 1
-    assert results.pending() == 0
+    assert pending(results) == 0
     assert set(results.total()) <= set(RESULTS)
     assert not results._requests
     assert not results._by_ref

@@ -14,7 +14,15 @@ from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.policy.model import Policy
 from tests.fakes.parts import engine_view
-from tests.unit.control.capabilities.handover.engines import ANSWERING, BOTH, HandMade, answering, disagg, hello
+from tests.unit.control.capabilities.handover.engines import (
+    ANSWERING,
+    BOTH,
+    HandMade,
+    answering,
+    disagg,
+    hello,
+    pending,
+)
 from tests.unit.control.fleet.test_turns import counting
 
 APPLIED, SHADOWED = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED
@@ -162,7 +170,7 @@ def test_a_shadow_sums_up_what_handovers_would_have_cost_and_saved() -> None:
     shadowed = engine_view(made.session).shadow_handovers
     assert (shadowed.requests, shadowed.recompute_ms) == (1, 80.0)
     assert shadowed.transfer_ms == pytest.approx(40.8)
-    assert (results.pending(), results.total()) == (0, {})
+    assert (pending(results), results.total()) == (0, {})
 
 
 # -------------------------------------------------------------------------------------------------------------- results
