@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
+from google.protobuf import text_format
 from google.protobuf.message import DecodeError, Message
 
 from meridian_control.common.errors import InvalidRequest, MeridianError, TooMany, abort_with
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 1 << 20
 MAX_TEXT_CHARS = 1000
 MAX_DETAIL_CHARS = 200
+# Size up to which a message in a request is shown in the audit log.
+MAX_TEXT_BYTES = 4096
 UNPARSEABLE = "cannot be parsed"
 # Status codes of errors that the caller causes.
 CALLERS_FAULTS = {
@@ -61,7 +64,7 @@ SHAPES = {
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
 # Request fields that have their own columns in an audit record.
-_APART = {"author", "etag", "reason", "request_id"}
+_APART = {"author", "etag", "policy", "reason", "request_id"}
 
 
 class Gate(grpc.aio.ServerInterceptor):
@@ -334,9 +337,18 @@ def _outcome(error: Exception, context: Context) -> AuditOutcome:
 
 
 def _details(request: Message) -> dict[str, str]:
-    """Return the set scalar fields of a request as text, without those that have columns of their own."""
-    plain = [(f, v) for f, v in request.ListFields() if f.message_type is None and not f.is_repeated]
-    return {f.name: str(v)[:MAX_DETAIL_CHARS] for f, v in plain if f.name not in _APART}
+    """Return the set fields of a request as text, without the policy and those that have columns of their own. A large
+    field would take long, so its size stands for it."""
+    details = {}
+    for field, value in request.ListFields():
+        if field.name in _APART or field.is_repeated:
+            continue
+        text = str(value)
+        if field.message_type is not None:
+            size = value.ByteSize()
+            text = text_format.MessageToString(value, as_one_line=True) if size <= MAX_TEXT_BYTES else f"{size} bytes"
+        details[field.name] = text[:MAX_DETAIL_CHARS]
+    return details
 
 
 def _enums(response: Message) -> dict[str, str]:

@@ -92,8 +92,8 @@ class AuditRecord(_message.Message):
 
     @_builtins.property
     def details(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The other simple fields of the request: revision, validate_only, engine_id and so on. Also the state and the outcome
-        that EndThinking returned.
+        """The other fields of the request but the policy: revision, engine_id, a freeze's match and duration and so on, each up
+        to 200 characters. Also the state and the outcome that EndThinking returned.
         """
 
     def __init__(

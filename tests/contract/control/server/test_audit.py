@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import audit_pb2, fleet_pb2, policy_pb2, policy_pb2_grpc
+from google.protobuf.duration_pb2 import Duration
+from meridian.v1 import audit_pb2, fleet_pb2, freeze_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2
 from sqlalchemy import text
 from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
 from meridian_control.server import audit_log as audit_module
 from meridian_control.server.audit_log import AuditLog, AuditOutcome, Call, wanted
-from meridian_control.server.interceptor import MAX_REQUEST_BYTES
+from meridian_control.server.interceptor import MAX_REQUEST_BYTES, _details
 from meridian_control.storage.database import Database
 from tests.contract.clients import Clients, calling
 from tests.contract.gated import gated
@@ -28,6 +29,8 @@ from tests.fakes.control import utc_now
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from google.protobuf.message import Message
 
 UPDATE = "meridian.v1.PolicyService/UpdatePolicy"
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
@@ -99,6 +102,26 @@ async def test_what_is_recorded(secured: Secured) -> None:
     times = [r.time.ToDatetime(tzinfo=UTC) for r in by_age]
     assert times == sorted(times)
     assert times[0] > datetime.now(UTC) - timedelta(minutes=5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "details"),
+    [
+        (
+            freeze_pb2.FreezeRequest(
+                match=freeze_pb2.FreezeMatch(engine_ids=["prod-*"], model="m"),
+                duration=Duration(seconds=86400),
+                reason="why",
+            ),
+            {"match": 'engine_ids: "prod-*" model: "m"', "duration": "seconds: 86400"},
+        ),
+        (freeze_pb2.FreezeRequest(duration=Duration(nanos=-(2**31))), {"duration": "nanos: -2147483648"}),
+        (rollout_pb2.StartRolloutRequest(policy=policy_pb2.Policy(), validate_only=True), {"validate_only": "True"}),
+        (freeze_pb2.FreezeRequest(match=freeze_pb2.FreezeMatch(model="m" * 5000)), {"match": "5003 bytes"}),
+    ],
+)
+def test_a_record_shows_what_a_call_was_for(request_: Message, details: dict[str, str]) -> None:
+    assert _details(request_) == details
 
 
 @pytest.mark.parametrize("token", ["x", str(2**63), "9" * 19])
