@@ -47,6 +47,8 @@ SILENT_SHARE = 0.1
 PATIENT_S = 10.0
 # Seconds between two attempts to record from replicas that do not send records yet.
 LOOK_S = 1.0
+# Seconds after which a replica that has refused a recording is asked again: each refusal is an audit record there.
+REFUSED_S = 60.0
 NAMES = tls_look.Names("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY")
 REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 OPTIONS = [
@@ -95,6 +97,8 @@ class Peers:
         self._silent: dict[tuple[str, str], float] = {}
         # Ids of replicas for which a missing recording has already been logged.
         self._not_recording: set[str] = set()
+        # Times on the event loop until which replicas that have refused to record are not asked again, by their ids.
+        self._refused_until: dict[str, float] = {}
         # Close channels, and find out why a replica does not answer; nobody waits for them before `close`.
         self._tasks = Tasks()
 
@@ -105,6 +109,7 @@ class Peers:
         self._shown = tls
         for replica_id in set(self._known) if renewed else self._known.keys() - live.keys():
             self._tasks.start(self._known.pop(replica_id).channel.close(CALL_TIMEOUT_S))
+            self._refused_until.pop(replica_id, None)
         for replica_id in live.keys() - self._known.keys():
             self._known[replica_id] = Peer(live[replica_id], _channel(live[replica_id].address, tls))
         return [self._known[replica_id] for replica_id in sorted(live)]
@@ -223,11 +228,12 @@ class Peers:
 
         The returned event is set once the replica records or its stream has ended.
         """
-        running = streams.get(peer.replica.replica_id)
-        if running is not None and not running.done():
+        replica_id = peer.replica.replica_id
+        running, refused_until = streams.get(replica_id), self._refused_until.get(replica_id, 0.0)
+        if running is not None and not (running.done() and asyncio.get_running_loop().time() >= refused_until):
             return None
         begun = asyncio.Event()
-        streams[peer.replica.replica_id] = asyncio.create_task(self._relay_one(peer, recording, begun))
+        streams[replica_id] = asyncio.create_task(self._relay_one(peer, recording, begun))
         return begun
 
     async def _relay_one(self, peer: Peer, recording: Recording, begun: asyncio.Event) -> None:
@@ -243,7 +249,10 @@ class Peers:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 recording.overflow()
-            if (replica_id := peer.replica.replica_id) not in self._not_recording:
+            replica_id = peer.replica.replica_id
+            if error.code() in REFUSED:
+                self._refused_until[replica_id] = asyncio.get_running_loop().time() + REFUSED_S
+            if replica_id not in self._not_recording:
                 self._not_recording.add(replica_id)
                 logger.warning("replica %s does not record: %s: %s", replica_id, error.code(), error.details())
         except TimeoutError:

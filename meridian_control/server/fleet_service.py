@@ -68,7 +68,7 @@ class _RequestList:
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(self, whole: WholeFleet) -> None:
         self._whole, self._stopped = whole, asyncio.Event()
-        # A list for another replica does not wait for one that asks the others, because two replicas would wait for each
+        # A list for another replica does not wait for one that asks the others: two replicas would wait for each
         # other.
         self._lists = {local: _RequestList(partial(whole.requests, local_only=local)) for local in (False, True)}
         # Methods that capabilities answer, by name.
