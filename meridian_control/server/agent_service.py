@@ -140,9 +140,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             await asyncio.sleep(LOOK_S)
             now = self._fleet.clock()
             due = {k: v for k, v in self._broken_off.items() if abs((now - v[0]).total_seconds()) >= BACK_S}
-            if not due:
-                continue
             self._broken_off = {k: v for k, v in self._broken_off.items() if k not in due}
+            # A list of all engines takes long, and most streams come back to their replica.
+            if not (due := {k: v for k, v in due.items() if not self._is_back_here(k, v[0])}):
+                continue
             engines, _ = await self._engines()
             live = [engine for engine in engines if engine.state == fleet_pb2.CONNECTION_STATE_CONNECTED]
             same = {(engine.engine_id, engine.incarnation) for engine in live}
@@ -157,6 +158,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                         incarnation,
                         BACK_S,
                     )
+
+    def _is_back_here(self, identity: tuple[str, str], left: datetime) -> bool:
+        streams = [connection.session for connection in self._fleet.connections.of_engine(identity[0])]
+        return any(session.identity == identity or session.connected_at >= left for session in streams)
 
     async def _read(self, connection: Connection, requests: AsyncIterator[agent_pb2.ConnectRequest]) -> None:
         clock, turns, who = time.perf_counter, self._fleet.turns, connection.who
