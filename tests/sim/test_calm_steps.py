@@ -81,8 +81,8 @@ def test_the_messages_are_the_same_without_postponed_steps(
 
     def messages() -> list[str]:
         with started(Shape(is_async=is_async, places=8, blocks=400), policy) as world:
-            monkeypatch.setattr(outbox, "RING_RECORDS", 256)
-            monkeypatch.setattr(step_accounting, "POSTPONED_S", 10.0)
+            world.patch.setattr(outbox, "RING_RECORDS", 256)
+            world.patch.setattr(step_accounting, "POSTPONED_S", 10.0)
             (plant,) = world.plants
             for number in range(4):
                 script = Script(number, 200, 100, restless=number == 2, max_tokens=400, loop=10 * (number == 3))

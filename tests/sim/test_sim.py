@@ -77,7 +77,7 @@ def test_a_seed_takes_the_same_lines_wherever_its_requests_lie(seed: int, monkey
 @contextmanager
 def started(shape: Shape, policy: Policy | None = None) -> Iterator[World]:
     """Yield a world without faults; at the end of the block its requests run to their ends. policy: None for the
-    default."""
+    default. The block patches by the world's `patch`, which undoes the newest patch first."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "policy", lambda *_: policy or Policy())
         world = World(1, Options(ticks=0, shape=shape, trace=True), patch)
@@ -321,7 +321,7 @@ def test_a_fault_brings_the_start_up_limits_back_until_the_agent_returns(monkeyp
             assert plant.engine.limits() == (1, 40, 16)
 
 
-def test_an_engine_hands_requests_over_while_its_end_marker_is_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_hands_requests_over_while_its_end_marker_is_one_token() -> None:
     start, end, _, text = words()
     with started(Shape()) as world:
         (plant,) = world.plants
@@ -332,7 +332,7 @@ def test_an_engine_hands_requests_over_while_its_end_marker_is_one_token(monkeyp
         for revision, (ending, reason) in enumerate(cases, 2):
             markers = {"think_start_token_ids": [start], "think_end_token_ids": ending}
             policy = Policy.model_validate({"model": {"m": markers}, "disagg": {"enabled": True}})
-            monkeypatch.setattr(World, "policy", lambda *_, policy=policy: policy)
+            world.patch.setattr(World, "policy", lambda *_, policy=policy: policy)
             with world.timeline.running():
                 world.put_policy()
                 for _ in range(200):
