@@ -178,7 +178,8 @@ class Peers:
             async with asyncio.timeout(CALL_TIMEOUT_S * (SILENT_SHARE if hurries else 1)):
                 answer = await _answered(peer, call)
         except (grpc.aio.AioRpcError, ReplicaUnavailable, TimeoutError) as error:
-            if not about & self._silent.keys():
+            # A replica that is only slow may have answered another question since, in its whole time.
+            if not (hurries or about & self._silent.keys()):
                 self._silent[replica_id, part] = now_s
                 # The question does not wait for the look, which may take seconds.
                 self._tasks.start(self._complain(peer, error))

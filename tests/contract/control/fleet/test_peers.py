@@ -124,6 +124,34 @@ async def test_a_slow_replica_has_the_whole_time_again_and_again(
     assert patience == [0.05, pytest.approx(0.005), 0.05, pytest.approx(0.005)]
 
 
+async def test_a_question_in_the_short_time_says_nothing_of_the_whole_time(
+    silent: tuple[Silent, list[Replica], Peers], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replica that has answered in the whole time is not left out again because an older question, which had only
+    the short time, fails then."""
+    servicer, _, made = silent
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 0.05)
+    assert await made.ask(listed) == ({}, ["other"])
+    servicer.answers.set()
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", LONG_S)
+    asked, fails = asyncio.Event(), asyncio.Event()
+
+    async def failing(_: Peer) -> Any:
+        asked.set()
+        await fails.wait()
+        raise TimeoutError
+
+    monkeypatch.setattr(peers, "PATIENT_S", LONG_S)
+    hurried = asyncio.create_task(made.ask(failing))
+    await asked.wait()
+    monkeypatch.setattr(peers, "PATIENT_S", 0.0)
+    assert (await made.ask(listed))[1] == []
+    fails.set()
+    assert await hurried == ({}, ["other"])
+    assert made._silent == {}
+    assert len([text for text in caplog.messages if "did not answer" in text]) <= 1
+
+
 @pytest.mark.usefixtures("_patient")
 async def test_replicas_that_list_requests_for_each_other_do_not_wait_for_each_other() -> None:
     async with AsyncExitStack() as stack:
