@@ -343,11 +343,13 @@ def _details(request: Message) -> dict[str, str]:
     for field, value in request.ListFields():
         if field.name in _APART or field.is_repeated:
             continue
-        text = str(value)
-        if field.message_type is not None:
-            size = value.ByteSize()
-            text = text_format.MessageToString(value, as_one_line=True) if size <= MAX_TEXT_BYTES else f"{size} bytes"
-        details[field.name] = text[:MAX_DETAIL_CHARS]
+        if field.message_type is None:
+            text = str(value)
+        elif (size := value.ByteSize()) > MAX_TEXT_BYTES:
+            text = f"{size} bytes"
+        else:
+            text = text_format.MessageToString(value, as_one_line=True)
+        details[field.name] = text if len(text) <= MAX_DETAIL_CHARS else text[: MAX_DETAIL_CHARS - 1] + "…"
     return details
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from meridian_control.cli.main import app
 from meridian_control.server import audit_log as audit_module
 from meridian_control.server.audit_log import AuditLog, AuditOutcome, Call, wanted
-from meridian_control.server.interceptor import MAX_REQUEST_BYTES, _details
+from meridian_control.server.interceptor import MAX_DETAIL_CHARS, MAX_REQUEST_BYTES, _details
 from meridian_control.storage.database import Database
 from tests.contract.clients import Clients, calling
 from tests.contract.gated import gated
@@ -118,6 +118,10 @@ async def test_what_is_recorded(secured: Secured) -> None:
         (freeze_pb2.FreezeRequest(duration=Duration(nanos=-(2**31))), {"duration": "nanos: -2147483648"}),
         (rollout_pb2.StartRolloutRequest(policy=policy_pb2.Policy(), validate_only=True), {"validate_only": "True"}),
         (freeze_pb2.FreezeRequest(match=freeze_pb2.FreezeMatch(model="m" * 5000)), {"match": "5003 bytes"}),
+        (
+            freeze_pb2.FreezeRequest(match=freeze_pb2.FreezeMatch(model="m" * 200)),
+            {"match": 'model: "' + "m" * (MAX_DETAIL_CHARS - 9) + "…"},
+        ),
     ],
 )
 def test_a_record_shows_what_a_call_was_for(request_: Message, details: dict[str, str]) -> None:
