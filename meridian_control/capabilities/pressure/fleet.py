@@ -52,7 +52,7 @@ class FleetPressure(FleetPart):
         if before == incarnation and (now - left_at).total_seconds() <= KEPT_S:
             part.controllers = controllers
         for replaced in self.fleet.connections.of_process(session.identity):
-            part.controllers = dict(replaced.session.part(EnginePressure).controllers)
+            part.controllers = replaced.session.part(EnginePressure).kept
         if part.levels:
             connection.note(part_record, now, part.record())
 
@@ -60,7 +60,7 @@ class FleetPressure(FleetPart):
         log_changes(connection.session)
         if not replaced:
             engine_id, incarnation = connection.session.identity
-            controllers = connection.session.part(EnginePressure).controllers
+            controllers = connection.session.part(EnginePressure).kept
             self._ended[engine_id] = incarnation, self.fleet.clock(), controllers
 
     def forgot(self, engine_ids: list[str]) -> None:

@@ -91,6 +91,13 @@ class EnginePressure(Part):
         self._begun, self._answered, self._hit = (np.zeros(0, bool) for _ in range(3))
 
     @property
+    def kept(self) -> dict[str, Controller]:
+        """The controllers with which the engine's next stream begins, without those of entries whose level has no
+        effect, which rises further than would be enough."""
+        idle = {entry.name for entry in self.entries} - self._acting
+        return {name: controller for name, controller in self.controllers.items() if name not in idle}
+
+    @property
     def levels(self) -> dict[str, int]:
         return {name: controller.level for name, controller in self.controllers.items() if controller.level}
 

@@ -221,6 +221,21 @@ async def test_a_stream_begins_at_the_levels_of_its_process_before(
     assert [dict(r.pressure_levels.levels) for r in records if r.HasField("pressure_levels")] == [levels] * bool(levels)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_level_that_rose_without_effect_ends_with_the_stream(replaced: bool) -> None:
+    """The next stream cannot know that the level had no effect, and its first policy may give it one."""
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
+    older = fleet.join(hello("engine", incarnation="a"))
+    pressure = older.session.part(EnginePressure)
+    pressure.policy_begins(1, pressed(CHAT, shadow=True), utc_now())
+    pressure.set_levels({"chat": 6})
+    if not replaced:
+        fleet.leave(older, "disconnected")
+    newer = fleet.join(hello("engine", incarnation="a")).session.part(EnginePressure)
+    newer.policy_begins(2, pressed(CHAT), utc_now())
+    assert newer.levels == {}
+
+
 async def test_an_engine_that_is_left_alone_is_shown_restored(
     control: Control, caplog: pytest.LogCaptureFixture
 ) -> None:
