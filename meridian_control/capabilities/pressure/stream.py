@@ -92,10 +92,10 @@ class EnginePressure(Part):
 
     @property
     def kept(self) -> dict[str, Controller]:
-        """The controllers with which the engine's next stream begins, without those of entries whose level has no
-        effect, which rises further than would be enough."""
+        """The controllers with which the engine's next stream begins: the levels alone, as recordings have them,
+        without those of entries whose level has no effect, which rises further than would be enough."""
         idle = {entry.name for entry in self.entries} - self._acting
-        return {name: controller for name, controller in self.controllers.items() if name not in idle}
+        return {name: Controller(level) for name, level in self.levels.items() if name not in idle}
 
     @property
     def levels(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.capabilities.pressure.fleet import FleetPressure
+from meridian_control.capabilities.pressure.rule import Controller
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.fleet.fleet import Fleet
 from tests.contract.control.fleet.test_record import Recorder, check_replay
@@ -234,6 +235,18 @@ def test_a_level_that_rose_without_effect_ends_with_the_stream(replaced: bool) -
     newer = fleet.join(hello("engine", incarnation="a")).session.part(EnginePressure)
     newer.policy_begins(2, pressed(CHAT), utc_now())
     assert newer.levels == {}
+
+
+def test_a_stream_begins_with_what_recordings_hold_of_the_stream_before() -> None:
+    """A recording over both streams would otherwise not replay to the same levels."""
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
+    older = fleet.join(hello("engine", incarnation="a"))
+    older.session.part(EnginePressure).controllers = {"chat": Controller(4, hold=12, room=2, settling=True, fell=True)}
+    fleet.leave(older, "disconnected")
+    newer = fleet.join(hello("engine", incarnation="a")).session.part(EnginePressure)
+    replayed = fleet.join(hello("replayed")).session.part(EnginePressure)
+    replayed.recorded(newer.record())
+    assert newer.controllers == replayed.controllers == {"chat": Controller(4)}
 
 
 async def test_an_engine_that_is_left_alone_is_shown_restored(
