@@ -3,6 +3,7 @@ takes an empty file of CAs for none, so that it trusts every public CA."""
 
 from __future__ import annotations
 
+import ssl
 from typing import TYPE_CHECKING
 
 from cryptography import x509
@@ -31,7 +32,11 @@ def key_pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
 def authorities(ca: Path) -> bytes:
     """Return the certificates of the CAs in a file. Raises OSError or ValueError if it holds none."""
     pem = ca.read_bytes()
-    _certificates(ca, pem)
+    try:
+        # `cryptography` warns of a system's bundle because of the serial number of one CA, and will refuse it all.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ValueError(f"{ca}: holds no PEM certificate") from error
     return pem
 
 

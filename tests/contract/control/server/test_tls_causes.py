@@ -177,10 +177,15 @@ def test_a_file_that_cannot_be_used_is_named(field: str, kind: str, tmp_path: Pa
 def test_files_that_gRPC_can_use_are_used(  # noqa: N802
     credentials: type[AgentCredentials | ClientCredentials], tmp_path: Path
 ) -> None:
-    """A bundle of CAs may have comments in any encoding, and keys may be shorter than OpenSSL's usual ones."""
+    """A bundle of CAs may have comments in any encoding, and old CAs with a negative serial number, as those of systems
+    have; keys may be shorter than OpenSSL's usual ones."""
     ours = Authority(tmp_path)
     issued = ours.issue("short", key=rsa.generate_private_key(65537, 1024))
-    issued.ca.write_bytes("# Zertifizierungsstelle für uns\n".encode("latin-1") + 2 * issued.ca.read_bytes())
+    old = bytearray(ssl.PEM_cert_to_DER_cert(issued.ca.read_text()))
+    # The serial number comes after the version.
+    old[old.index(b"\xa0\x03\x02\x01\x02\x02") + 7] = 0x80
+    bundle = 2 * issued.ca.read_bytes() + ssl.DER_cert_to_PEM_cert(bytes(old)).encode()
+    issued.ca.write_bytes("# Zertifizierungsstelle für uns\n".encode("latin-1") + bundle)
     fits = credentials(str(issued.ca), str(issued.cert), str(issued.key))
     if isinstance(fits, AgentCredentials):
         fits.open("127.0.0.1:1", ()).close()
