@@ -47,8 +47,12 @@ class Lease:
         self.attention = False
         # No request is live, so no step will follow that could report outcomes. Set on the engine's thread.
         self.idle = True
-        # Clock time at which the newest idle time began.
+        # Clock time at which the newest idle time began; and the silence before it, which goes on with the next report:
+        # until then there is nothing to answer.
         self._idle_since = clock()
+        self._carried_s = 0.0
+        # Seconds of the newest idle time that has ended, at `_idle_since`.
+        self._idle_s = 0.0
         self.revision = 0
         # The newest settings that have been put in force, with their markers.
         self.held: tuple[agent_pb2.Settings, Any] | None = None
@@ -76,6 +80,8 @@ class Lease:
     def begins(self) -> None:
         """End the idle time, because a request has arrived."""
         self._leave_out_idle_time()
+        if self.idle and self.connected and self.unheard_since is not None:
+            self._carried_s, self.unheard_since = self.clock() - self.unheard_since, None
         self.idle = False
 
     def falls_idle(self) -> None:
@@ -89,6 +95,7 @@ class Lease:
         answer. The caller holds the mailbox's lock, so that no answer arrives meanwhile."""
         if self.idle and self.connected:
             began_s, self._idle_since = self._idle_since, self.clock()
+            self._idle_s = self._idle_since - began_s
             self._lost_since = self._until_now(self._lost_since, began_s)
             self.unheard_since = self._until_now(self.unheard_since, began_s)
 
@@ -109,17 +116,19 @@ class Lease:
     def asks(self, now: float) -> None:
         """Note that a report waits for its answer since `now`, unless an older report does."""
         if self.unheard_since is None:
-            self.unheard_since = now
+            self.unheard_since, self._carried_s = now - self._carried_s, 0.0
 
     def heard(self, waits_since: float | None = None) -> None:
         """Note that the control plane has answered. waits_since: time since which the oldest report waits that the
         answer does not name, None if none does: answers that are late renew no lease beyond what they answer."""
-        self._lost_since, self.unheard_since = None, waits_since
+        if waits_since is not None and not self.idle and waits_since < self._idle_since - self._idle_s:
+            waits_since += self._idle_s
+        self._lost_since, self.unheard_since, self._carried_s = None, waits_since, 0.0
 
     def found(self) -> None:
         """Note that a stream has begun. While decisions are in force this renews no lease: only an answer shows that
         the control plane still knows of the decisions."""
-        self.unheard_since = None
+        self.unheard_since, self._carried_s = None, 0.0
         if self.idle:
             self._lost_since = None
         self.connected = True
@@ -128,7 +137,8 @@ class Lease:
         """Note that the stream has ended; its silence before the end counts towards the lease."""
         self._leave_out_idle_time()
         if self._lost_since is None:
-            self._lost_since = self.unheard_since if self.unheard_since is not None else self.clock()
+            unheard_since = self.unheard_since
+            self._lost_since = self.clock() - self._carried_s if unheard_since is None else unheard_since
         self.connected = False
 
     def silent_s(self) -> float:
@@ -148,14 +158,16 @@ class Lease:
     def steady_until(self) -> float:
         """Return the time on the clock until which neither the parts that silence ends, nor the state, nor a freeze
         change, if no stream begins or ends meanwhile and no message arrives. A report that is sent from now on waits
-        for its answer for at least the shortest lease."""
+        for its answer for at least the shortest lease, less the silence that goes on with it."""
         silent_s, unheard_s = self.silent_s(), self.unheard_s()
         if self.connected and (silent_s > self._shortest_s or unheard_s > self._shortest_s or self._late):
             # An answer would renew leases that have run out, or the answers would be in time again.
             return 0.0
-        coming = [lease_s - silent_s for lease_s, _ in self._leases if lease_s >= silent_s]
+        # With the next report the silence before it goes on.
+        carried_s = self._carried_s
+        coming = [lease_s - silent_s - carried_s for lease_s, _ in self._leases if lease_s >= silent_s]
         if self.connected and self.answers_soon:
-            coming.append(LATE_S - unheard_s)
+            coming.append(LATE_S - unheard_s - carried_s)
         if self.frozen():
             coming.append(self._frozen_until - self.clock())
         return self.clock() + min(coming) if coming else math.inf

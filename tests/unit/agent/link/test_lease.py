@@ -173,7 +173,7 @@ def test_the_silence_of_a_busy_engine_adds_up_over_idle_times() -> None:
 
 
 def test_what_an_idle_engine_reports_last_waits_only_while_the_engine_is_busy() -> None:
-    """An answer that names an older report leaves the last one waiting; the silence begins with the next request, or
+    """An answer that names an older report leaves the last one waiting; the silence begins with the next report, or
     with the end of the stream."""
     for ends in (False, True):
         now_s = 0.0
@@ -188,8 +188,47 @@ def test_what_an_idle_engine_reports_last_waits_only_while_the_engine_is_busy() 
             lease.lost()
         else:
             lease.begins()
+            lease.asks(now_s)
         assert lease.silent_s() == 1.0
         assert lease.over(lease.silent_s()) == 0
         lease.begins()
         now_s += 30.0
         assert lease.over(lease.silent_s()) == ALL_BUT_CAPS
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_silence_goes_on_with_the_next_report(lost: bool) -> None:
+    """A request that no step follows, such as one on a paused engine, asks nothing that could be answered. A report, or
+    the end of the stream, adds to the silence before."""
+    now_s = 0.0
+    lease = Lease(lambda: now_s)
+    lease.found()
+    lease.begins()
+    lease.asks(0.5)
+    now_s = 1.0
+    lease.falls_idle()
+    now_s = 100.0
+    lease.begins()
+    assert lease.steady_until() == 129.5
+    now_s = 131.0
+    assert (lease.silent_s(), lease.over(lease.unheard_s())) == (0.0, 0)
+    if lost:
+        lease.lost()
+    else:
+        lease.asks(now_s)
+    assert lease.silent_s() == 0.5
+
+
+def test_an_answer_to_a_report_from_before_an_idle_time_leaves_that_time_out() -> None:
+    now_s = 0.0
+    lease = Lease(lambda: now_s)
+    lease.found()
+    lease.begins()
+    lease.asks(0.25)
+    now_s = 1.0
+    lease.falls_idle()
+    now_s = 39.0
+    lease.begins()
+    now_s = 40.0
+    lease.heard(0.5)
+    assert lease.silent_s() == lease.unheard_s() == 1.5
