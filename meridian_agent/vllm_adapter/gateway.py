@@ -2,7 +2,8 @@
 
 The process that serves HTTP reads both from the headers, or from `user` in the request's body, and writes them as bytes
 into the sampling parameters of the engine core's request, in place of what the client has written there. A request that
-came without HTTP, such as one of a program that calls vLLM itself, then has neither.
+came to this process without HTTP, such as one of a program that calls vLLM itself, then has neither, unless it has a
+`user` that is read.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ def _noting_user(convert: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(convert)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (sender := SENDER.get()) is not None:
-            sender.tenant = distinct(user) if isinstance(user := getattr(self, "user", None), str) else ""
+        if (sender := SENDER.get()) is None:
+            # The HTTP ends in another process, or there is none.
+            SENDER.set(sender := Sender())
+        sender.tenant = distinct(user) if isinstance(user := getattr(self, "user", None), str) else ""
         return convert(self, *args, **kwargs)
 
     return noting
