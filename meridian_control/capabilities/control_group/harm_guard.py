@@ -129,6 +129,8 @@ class HarmGuard:
         self._watches: dict[str, Watch] = {}
         # Rules whose cap does harm and stays, of which the log says so once.
         self._left: set[str] = set()
+        # The newest revision known here that withdraws something. Once a later one is in force, no answer names it.
+        self._withdrawn_revision = 0
         # The newest look, and its evidence by fingerprint of the rules; none while another replica leads.
         self.newest: fleet_pb2.GetSavingsResponse | None = None
         self.evidence: dict[str, fleet_pb2.Savings] = {}
@@ -143,7 +145,10 @@ class HarmGuard:
             return
         answers, silent = await self._counts()
         rollout = self._rollouts.newest
-        answers = without_past(answers, rollout.candidate_revision if rollout is not None and rollout.active else 0)
+        named = (answer.withdrawn_revision for answer in answers.values())
+        self._withdrawn_revision = max([self._withdrawn_revision, *named])
+        candidate_revision = rollout.candidate_revision if rollout is not None and rollout.active else 0
+        answers = without_past(answers, candidate_revision, self._withdrawn_revision)
         newest = merged(answers.values())
         # The evidence against rules that only a silent replica counts is still needed when that replica answers.
         kept = self._watches if silent else {}
@@ -205,6 +210,7 @@ class HarmGuard:
         except EtagMismatch:
             # Somebody else has just stored a revision, and the next look judges that revision's rules.
             return
+        self._withdrawn_revision = stored.revision
         logger.warning("revision %d withdraws what does harm: %s", stored.revision, reason)
         # The engines get the revision also if the store cannot be read now.
         self._put_in_force(stored)
@@ -212,24 +218,28 @@ class HarmGuard:
 
 
 def without_past(
-    answers: dict[str, fleet_pb2.GetSavingsResponse], candidate_revision: int
+    answers: dict[str, fleet_pb2.GetSavingsResponse], candidate_revision: int, withdrawn_revision: int
 ) -> dict[str, fleet_pb2.GetSavingsResponse]:
     """Return the replicas' counts without those of an earlier time at which the same rules were in force, which a
     replica keeps until it has a newer policy or candidate with these rules. candidate_revision: that of the active
-    rollout, 0 for none."""
+    rollout, 0 for none. withdrawn_revision: the newest that withdraws something, 0 for none; it changes the rules, so
+    none that are in force since before it still are."""
 
     def newness(part: fleet_pb2.Savings) -> int:
         return 2 if part.in_force else int(part.since_revision >= candidate_revision)
 
+    def present(answer: fleet_pb2.GetSavingsResponse) -> list[fleet_pb2.Savings]:
+        return [part for part in answer.savings if not part.in_force or part.since_revision >= withdrawn_revision]
+
     newest: dict[str, int] = {}
-    for part in (part for answer in answers.values() for part in answer.savings):
+    for part in (part for answer in answers.values() for part in present(answer)):
         newest[part.rules] = max(newest.get(part.rules, 0), newness(part))
     kept = {}
     for replica, answer in answers.items():
         kept[replica] = fleet_pb2.GetSavingsResponse()
         kept[replica].CopyFrom(answer)
         del kept[replica].savings[:]
-        kept[replica].savings.extend(part for part in answer.savings if newness(part) == newest[part.rules])
+        kept[replica].savings.extend(part for part in present(answer) if newness(part) == newest[part.rules])
     return kept
 
 

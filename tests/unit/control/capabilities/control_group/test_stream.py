@@ -393,3 +393,23 @@ async def test_evidence_outlives_a_look_at_which_its_only_replica_is_silent() ->
     silent.clear()
     await guard.look()
     assert guard.evidence["r"].evidence_ratio == before, "no new request, no new evidence"
+
+
+async def test_counts_from_before_a_withdrawal_are_no_evidence_against_the_rules_in_force_again() -> None:
+    """A replica that has not read the withdrawal yet counts the rules as in force since the older revision."""
+    late, newest = answer(judged=60, harmful=9, in_force=True, since_revision=5), fleet_pb2.GetSavingsResponse()
+
+    async def heard() -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:
+        return {"late": fleet_pb2.GetSavingsResponse(savings=[late]), "newest": newest}, []
+
+    unused: Any = SimpleNamespace(newest=None)
+    guard = HarmGuard(heard, lambda: True, unused, unused, lambda: NOW)
+    newest.withdrawn_revision = 6
+    await guard.look()
+    assert guard.evidence == {}
+    again = answer(judged=1, in_force=True, since_revision=9)
+    newest.CopyFrom(fleet_pb2.GetSavingsResponse(savings=[again]))
+    await guard.look()
+    assert guard.evidence["r"].evidence_ratio < 1
+    assert guard.newest is not None
+    assert [row.judged for row in guard.newest.savings] == [1]
