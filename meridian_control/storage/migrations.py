@@ -1,11 +1,15 @@
-"""Brings a database to this version's schema by adding the tables, columns and indexes that it lacks.
+"""Brings a database to this version's schema by adding the tables, columns and indexes that it lacks, and 64 bits to
+integers that have 32.
 
 All of that is one transaction under a lock, so that replicas may start at the same time.
 """
 
-from sqlalchemy import Connection, func, insert, inspect, select, text
+from typing import Any
+
+from sqlalchemy import BigInteger, Connection, func, insert, inspect, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import CreateColumn
+from sqlalchemy.types import TypeEngine
 
 from meridian_control.storage.tables import METADATA, VERSION, versions
 
@@ -31,11 +35,20 @@ def _add_what_is_missing(connection: Connection) -> None:
     older = [table for table in METADATA.sorted_tables if inspector.has_table(table.name)]
     METADATA.create_all(connection, [table for table in METADATA.sorted_tables if table not in older], checkfirst=False)
     for table in older:
-        present = {column["name"] for column in inspector.get_columns(table.name)}
+        present = {column["name"]: column["type"] for column in inspector.get_columns(table.name)}
         for column in table.columns:
             if column.name not in present:
                 added = CreateColumn(column).compile(dialect=connection.dialect)
                 connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {added}"))
+            elif connection.dialect.name == "postgresql" and _is_wider(column.type, present[column.name]):
+                connection.execute(text(f"ALTER TABLE {table.name} ALTER COLUMN {column.name} TYPE BIGINT"))
+                sequence = connection.scalar(select(func.pg_get_serial_sequence(table.name, column.name)))
+                if sequence is not None:
+                    connection.execute(text(f"ALTER SEQUENCE {sequence} AS BIGINT"))
         for index in table.indexes:
             index.create(connection, checkfirst=True)
     connection.execute(insert(versions).values(version=VERSION))
+
+
+def _is_wider(wanted: TypeEngine[Any], present: TypeEngine[Any]) -> bool:
+    return isinstance(wanted, BigInteger) and not isinstance(present, BigInteger)

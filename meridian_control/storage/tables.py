@@ -1,8 +1,8 @@
 """Declares every table of the database, for the stores that read it and for the migration that creates it.
 
-A version only adds tables and columns that an older version can do without, because older versions use the same
-database during an upgrade and after an upgrade is rolled back. So a column added to a table is nullable or has a
-server default, and none is removed; a change of this module raises VERSION.
+A version only adds tables and columns that an older version can do without, and 64 bits to integers that have 32,
+because older versions use the same database during an upgrade and after an upgrade is rolled back. So a column added to
+a table is nullable or has a server default, and none is removed; a change of this module raises VERSION.
 """
 
 from datetime import datetime

@@ -6,12 +6,13 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, update
 
 from meridian_control.capabilities.self_calibration.episodes import Episode, Sample
 from meridian_control.capabilities.self_calibration.learner import Learner
 from meridian_control.capabilities.self_calibration.store import EpisodeStore
 from meridian_control.storage.database import Database
+from meridian_control.storage.tables import versions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,6 +37,13 @@ def episode(name: str, natural: int = 300) -> str:
 
 
 async def test_numbers_outgrow_32_bits(postgres_address: str) -> None:
+    database = await Database.open(postgres_address)
+    async with database.writing(tell=False) as connection:
+        # The types of 0.3.0.
+        await connection.execute(text("ALTER TABLE self_calibration_episodes ALTER COLUMN number TYPE INTEGER"))
+        await connection.execute(text("ALTER SEQUENCE self_calibration_episodes_number_seq AS INTEGER"))
+        await connection.execute(update(versions).values(version=9))
+    await database.close()
     database = await Database.open(postgres_address)
     async with database.writing(tell=False) as connection:
         await connection.execute(text("SELECT setval('self_calibration_episodes_number_seq', 2147483647)"))
