@@ -39,12 +39,12 @@ JSON = {"Content-Type": "application/json"}
 class EngineFailed(Exception):  # noqa: N818 - the name states the condition
     """An engine cannot be reached, has answered with an error, or its stream has broken.
 
-    broke: the stream had begun.
+    broke: the stream had begun. status: that of the answer, 0 if there is none.
     """
 
-    def __init__(self, message: str, broke: bool = False) -> None:
+    def __init__(self, message: str, broke: bool = False, status: int = 0) -> None:
         super().__init__(message)
-        self.broke = broke
+        self.broke, self.status = broke, status
 
 
 class Refused(Exception):  # noqa: N818 - the name states the condition
@@ -65,7 +65,8 @@ class Engines:
         self.newest_answering = ""
         self._thinking = list(thinking)
         self._under_way: Counter[str] = Counter()
-        self._serving: set[str] = set()
+        # Engines whose newest answer was none, or an error.
+        self._failing: set[str] = set()
         self._skipped_until: dict[str, float] = {}
         self._context_tokens: dict[str | None, int] = {}
         # Each request has a connection of its own, because an engine may close an idle connection while the next
@@ -89,8 +90,8 @@ class Engines:
         return sorted(self._thinking, key=lambda url: (self._skipped_until.get(url, 0) > now, self._under_way[url]))
 
     def serves(self, url: str) -> bool:
-        """Return whether the engine answered its newest request, and without an error."""
-        return url in self._serving
+        """Return whether the engine answered its newest request without an error, or has had none yet."""
+        return url not in self._failing
 
     @asynccontextmanager
     async def response(self, url: str, method: str, target: str | URL, **options: Any) -> AsyncIterator[ClientResponse]:
@@ -113,9 +114,9 @@ class Engines:
 
     def _note(self, url: str, serves: bool) -> None:
         if serves:
-            self._serving.add(url)
+            self._failing.discard(url)
         else:
-            self._serving.discard(url)
+            self._failing.add(url)
             self._skipped_until[url] = time.monotonic() + SKIP_S
 
     async def chunks(
@@ -184,7 +185,8 @@ async def _check(response: aiohttp.ClientResponse) -> None:
             body = await response.read()
     if 400 <= response.status < 500:
         raise Refused(response.status, response.headers, body)
-    raise EngineFailed(f"status {response.status}: {body[:200].decode(errors='replace')}")
+    text = body[:200].decode(errors="replace")
+    raise EngineFailed(f"status {response.status}: {text}", status=response.status)
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any], None]:

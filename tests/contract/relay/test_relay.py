@@ -440,8 +440,20 @@ async def test_engines_that_serve_nothing_use_up_no_failures(fault: str) -> None
         urls = gone if fault == "closes" else [engine.url for engine in bad]
         async with relaying(*urls, good.url) as relayed:
             with patch.object(engines_module, "SKIP_S", 0.0):
+                # A new relay does not know that they serve nothing.
+                assert (await relayed.ask()).status == 502
                 for _ in range(2):
                     assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
+
+
+async def test_status_500_always_uses_up_a_failure() -> None:
+    """The request may be the cause each time that it comes."""
+    async with engines(SCRIPT, 5) as all_engines, relaying(*(engine.url for engine in all_engines)) as relayed:
+        for engine in all_engines:
+            engine.usual = Plan(status=500)
+        for asked in (3, 6, 9):
+            assert (await relayed.ask()).status == 502
+            assert sum(len(engine.seen) for engine in all_engines) == asked
 
 
 async def test_a_request_stops_at_most_three_engines_that_served() -> None:
