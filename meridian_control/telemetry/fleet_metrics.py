@@ -286,7 +286,8 @@ def _of(engines: dict[str, Session]) -> Iterator[tuple[str, Rows]]:
 def _spent(counters: agent_pb2.AgentCounters) -> dict[str, float]:
     """Return the agent's seconds, by part. The hooks' are what is left of all; an older agent counts them only."""
     parts = {"worker": counters.worker_seconds, "threads": counters.thread_seconds}
-    return {"hooks": max(0.0, counters.agent_seconds - sum(parts.values())), **parts}
+    # Without the rounding errors of the sum, for each of which a counter that stands still would fall.
+    return {"hooks": max(0.0, round(counters.agent_seconds - sum(parts.values()), 6)), **parts}
 
 
 def _phases(engine: str, session: Session) -> Rows:

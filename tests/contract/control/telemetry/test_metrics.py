@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
-from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2
+from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2, rollout_pb2
 from prometheus_client.parser import text_string_to_metric_families
 
 from meridian_control.capabilities.control_group import metrics
@@ -19,6 +19,7 @@ from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.shortening_kinds import Kind
 from meridian_control.rollout.state import GuardrailReading
+from meridian_control.telemetry import fleet_metrics
 from meridian_control.telemetry.catalogue import catalogue
 from meridian_control.telemetry.fleet_metrics import of_limit
 from tests.contract.clients import calling
@@ -252,3 +253,13 @@ async def test_health_on_a_port_of_its_own(own: Process) -> None:
         assert (await watching.read()).status == NOT_SERVING
         watching.cancel()
         assert await ending == 0
+
+
+def test_the_hooks_seconds_stand_still_while_the_threads_take_time() -> None:
+    seen = set()
+    for look in range(100):
+        worker, threads = 0.1 * look, 0.37 * look
+        counters = agent_pb2.AgentCounters(worker_seconds=worker, thread_seconds=threads)
+        counters.agent_seconds = 12.3456789 + worker + threads
+        seen.add(fleet_metrics._spent(counters)["hooks"])
+    assert len(seen) == 1, "a counter that falls counts as one that began anew"
