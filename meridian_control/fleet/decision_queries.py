@@ -124,6 +124,8 @@ async def _decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest)
         return here
     asked = local(request)
     answers, unreachable = await whole.peers.ask(lambda peer: peer.fleet.ListDecisions(asked, timeout=CALL_TIMEOUT_S))
-    answer = page_of((d for part in (here, *answers.values()) for d in part.decisions), limit)
+    # Replicas of 0.3.0 return decisions of all outcomes, which would take the others' places.
+    listed = (decision for part in (here, *answers.values()) for decision in part.decisions)
+    answer = page_of((d for d in listed if not request.outcomes or d.outcome in request.outcomes), limit)
     answer.unreachable_replicas.extend(unreachable)
     return answer

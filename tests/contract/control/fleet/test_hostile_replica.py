@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import asyncpg  # type: ignore[import-untyped]
 import grpc
 import pytest
-from meridian.v1 import fleet_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.fleet import peers, whole_fleet
+from meridian_control.fleet.decision_queries import decisions
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import Peers
 from tests.fakes.control import asking
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 
 NAME = "0-hostile"
+APPLIED = agent_pb2.OUTCOME_APPLIED
 
 
 def _no_time() -> list[Message]:
@@ -127,6 +129,16 @@ async def test_what_a_hostile_replica_answers_stops_nobody(
         await first.steps_until(lambda: len(first.caps()) == 2)
     assert "Traceback" not in one.log()
     assert await one.terminate() == 0
+
+
+async def test_a_replica_of_another_version_returns_other_outcomes_for_nothing(hostile: tuple[Hostile, str]) -> None:
+    """Those of 0.3.0 return decisions of all outcomes, which would take the places of those that are wanted."""
+    handler, address = hostile
+    made = [fleet_pb2.LoggedDecision(outcome=outcome) for outcome in (agent_pb2.OUTCOME_REFUSED, APPLIED)]
+    handler.answers = {"ListDecisions": fleet_pb2.ListDecisionsResponse(decisions=made).SerializeToString()}
+    async with asking([Replica(NAME, address)]) as whole:
+        listed = await decisions(whole, fleet_pb2.ListDecisionsRequest(outcomes=[APPLIED]))
+    assert [decision.outcome for decision in listed.decisions] == [APPLIED]
 
 
 async def test_a_question_has_one_time_limit_for_all_pages(
