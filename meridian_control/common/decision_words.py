@@ -178,7 +178,18 @@ def life_state(answer: fleet_pb2.ExplainRequestResponse) -> str:
     if answer.life.HasField("close_time"):
         return "finished"
     kinds = [event.kind for event in answer.life.events if event.kind != "decision"]
-    return "lost" if kinds[-1:] == ["stream_lost"] and not answer.HasField("live") else "live"
+    if answer.HasField("live") or kinds[-1:] != ["stream_lost"]:
+        return "live"
+    # Each replica that has seen the request has its own opening, and may notice late that its stream was lost. If a
+    # new stream takes the place of one whose loss was not noticed, the request has no event of the loss.
+    openings = streams = 0
+    for kind in kinds:
+        openings += kind == "opened"
+        if kind in ("opened", "stream_back"):
+            streams = min(streams + 1, max(openings, 1))
+        elif kind == "stream_lost":
+            streams = max(streams - 1, 0)
+    return "live" if streams else "lost"
 
 
 def event_text(event: fleet_pb2.RequestEvent) -> str:

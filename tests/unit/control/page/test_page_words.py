@@ -64,6 +64,11 @@ def test_an_event_is_said_in_words(seen: fleet_pb2.RequestEvent, text: str, mark
     [
         ({"events": [event("opened"), event("stream_lost"), decided(kind="cap")]}, None, "lost"),
         ({"events": [event("stream_lost"), event("stream_back")]}, None, "live"),
+        # The first of two replicas noticed late that its stream was lost.
+        ({"events": [event("opened"), event("opened"), event("stream_lost")]}, None, "live"),
+        ({"events": [event("opened"), event("opened"), event("stream_lost"), event("stream_lost")]}, None, "lost"),
+        # A new stream took the place of one whose loss was not noticed.
+        ({"events": [event("opened"), event("stream_back"), event("stream_lost")]}, None, "lost"),
         ({"events": [event("opened"), event("stream_lost")]}, {"think_tokens": 2}, "live"),
         ({"events": [event("closed"), event("stream_lost")], "close_time": {"seconds": 1}}, None, "finished"),
     ],
