@@ -7,6 +7,7 @@ The module knows no command, and uses one thread and blocking calls. All text th
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -217,7 +218,9 @@ def show_value(value: Any, output: Output, name: str = "") -> None:
     if output is Output.json:
         say_document(json.dumps(value, indent=2) + "\n")
     elif output is Output.yaml:
-        say_document(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+        # YAML has escapes in quotes only, where it writes them itself.
+        is_unicode = _encoding().lower().startswith("utf")
+        say_document(yaml.safe_dump(value, sort_keys=False, allow_unicode=is_unicode))
     elif value:
         say_document(tomli_w.dumps(_without_none({name: value} if name else value)))
 
@@ -261,7 +264,11 @@ def say(*lines: str, err: bool = False) -> None:
 
 def say_document(text: str) -> None:
     """Print a JSON or TOML document, whose last line has its line break."""
-    typer.echo(printable_document(text), nl=False)
+    typer.echo(printable_document(text, _encoding()), nl=False)
+
+
+def _encoding() -> str:
+    return sys.stdout.encoding or "utf-8"
 
 
 def warn_unreachable(replicas: Iterable[str]) -> None:

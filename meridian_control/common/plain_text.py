@@ -9,6 +9,7 @@ what is shown can be typed to search for it. The functions are pure and run on a
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 import traceback
@@ -30,10 +31,11 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub(_escape, text) if UNPRINTABLE.search(text) else text
 
 
-def printable_document(text: str) -> str:
-    """Return a JSON or TOML document with JSON's and TOML's own escapes. Its line breaks and tabs stay, because these
-    formats allow no control character inside a text."""
-    return UNPRINTABLE.sub(lambda found: found[0] if found[0] in "\n\t" else _document_escape(found[0]), text)
+def printable_document(text: str, encoding: str = "utf-8") -> str:
+    """Return a JSON or TOML document with JSON's and TOML's own escapes, also for what the encoding lacks. Its line
+    breaks and tabs stay, because these formats allow no control character inside a text."""
+    text = UNPRINTABLE.sub(lambda found: found[0] if found[0] in "\n\t" else _document_escape(found[0]), text)
+    return text.encode(encoding, _DOCUMENT_ESCAPES).decode(encoding)
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -47,6 +49,16 @@ def _document_escape(character: str) -> str:
     # JSON writes such a character as two surrogates, and TOML as eight digits. Only TOML documents get here with one,
     # because JSON documents are written in ASCII.
     return f"\\U{code:08x}"
+
+
+def _escape_missing(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(_document_escape, error.object[error.start : error.end])), error.end
+
+
+_DOCUMENT_ESCAPES = "meridian_document_escapes"
+codecs.register_error(_DOCUMENT_ESCAPES, _escape_missing)
 
 
 def printable_tree(value: Any) -> Any:

@@ -3,9 +3,11 @@ raw, and no log has it raw."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
+import sys
 import tomllib
 from concurrent import futures
 from contextlib import suppress
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import yaml
 from google.protobuf import message_factory
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -22,6 +25,7 @@ from typer.testing import CliRunner
 
 from meridian_agent.core.plain_log import PlainLog
 from meridian_agent.core.plain_log import printable as agent_printable
+from meridian_control.cli.console import Output, show_value
 from meridian_control.cli.main import app
 from meridian_control.common.plain_text import PlainFormatter, printable, printable_document
 from meridian_relay.log import BURST, INTERVAL_S, LineLimit, TextFormatter
@@ -163,7 +167,7 @@ COMMANDS: dict[str, list[str]] = {
     "wait": ["--timeout", "0"],
 }
 OFFLINE = {"calibrate", "context list", "context use", "replay", "policy families", "policy validate"}
-FORMS = {"json": json.loads, "toml": tomllib.loads}
+FORMS: dict[str, Callable[[str], Any]] = {"json": json.loads, "toml": tomllib.loads}
 
 
 def _commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
@@ -212,6 +216,16 @@ def test_what_is_shown_can_be_typed_to_search_for_it(escape: Callable[[str], str
     assert escape(shown) == shown
     assert escape("Grüße, 你好 שלום 👍🏽 a\\b") == "Grüße, 你好 שלום 👍🏽 a\\b"
     assert json.loads(printable_document(json.dumps({"a": HOSTILE}, ensure_ascii=False))) == {"a": HOSTILE}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "cp1251", "ascii"])
+@pytest.mark.parametrize("form", [*FORMS, "yaml"])
+def test_a_document_reads_back_in_every_encoding(form: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, written = {"tenant": "caf\xe9", "x": "\U0001f600"}, io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding, "backslashreplace"))
+    show_value(value, Output(form))
+    sys.stdout.flush()
+    assert {**FORMS, "yaml": yaml.safe_load}[form](written.getvalue().decode(encoding)) == value
 
 
 def _logged(handler: logging.Handler, filters: list[logging.Filter]) -> logging.Logger:
