@@ -284,8 +284,10 @@ def unreachable_lines(replicas: Iterable[str]) -> list[str]:
 
 
 def pages(call: Any, request: Any, limit: int = MAX_PAGE_SIZE) -> Iterator[Any]:
-    """Yield the pages of a list method, as large as possible: the server looks at the whole list for each page. limit:
-    number of entries that are wanted."""
+    """Yield the pages of a list method, as large as possible: of most lists the server looks at all for each page.
+
+    limit: number of entries that are wanted.
+    """
     request.page_size = min(limit, MAX_PAGE_SIZE)
     while True:
         page = call(request, timeout=CALL_TIMEOUT_S)

@@ -32,7 +32,7 @@ class Reloaded(Generic[Value]):
     """A value read from the files `paths` by `read`, which raises OSError or ValueError if the files cannot be used.
 
     The constructor passes errors on. `get` logs each error, also one that nobody foresaw, once for every change of the
-    files.
+    files, and again if it was not called for an hour.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Value]) -> None:

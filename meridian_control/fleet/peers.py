@@ -2,11 +2,10 @@
 
 The module owns the channels between replicas. Replicas ask each other on demand instead of publishing their state, so
 that data that changes in every step stays out of the database and answers are as fresh as on the engine's own replica.
-An answer leaves out, and names, each replica that does not answer within CALL_TIMEOUT_S, however many calls
-the question takes; a replica that has not answered once has a tenth of that time until it answers again, but the whole
-time every PATIENT_S, because it may be slow for good. A replica whose answer cannot be read or used counts as one that
-does not answer. The module runs on the control plane's event
-loop.
+An answer leaves out, and names, each replica that does not answer within CALL_TIMEOUT_S, however many calls the
+question takes; a replica that has not answered once has a tenth of that time until it answers again, but the whole time
+every PATIENT_S, because it may be slow for good. A replica whose answer cannot be read or used counts as one that does
+not answer. The module runs on the control plane's event loop.
 """
 
 from __future__ import annotations

@@ -172,7 +172,8 @@ class HarmGuard:
         for savings in newest.savings:
             proved = [harm for harm in savings.kinds if harm.evidence_ratio >= 1 and harm.HasField("harm_ratio")]
             if proved:
-                reason = "; ".join(harm_sentence(savings, harm) for harm in proved)
+                counted = f"counted since revision {savings.since_revision}"
+                reason = "; ".join([*(harm_sentence(savings, harm) for harm in proved), counted])
                 await self._withdraw(savings, [kind_of(harm) for harm in proved], reason)
             elif savings.drift_evidence_ratio >= 1:
                 await self._withdraw(savings, [ENTROPY], _drift(savings))

@@ -81,6 +81,7 @@ async def test_rules_that_do_harm_go_into_shadow_until_the_next_revision(control
         assert (stored.revision, stored.author) == (before.revision + 1, WITHDRAWER)
         assert stored.policy == policy(entropy={"shadow": True})
         assert "20 of 80 answers of the control group" in stored.reason
+        assert stored.reason.endswith(f"; counted since revision {before.revision}")
         await engine.steps_until(lambda: has(control, stored.revision))
         assert control.engine().withdrawn == stored.reason
         told = await savings(control)
