@@ -256,8 +256,11 @@ async def test_engines_of_an_ended_replica_are_gone_until_they_connect_again(
         LinkedEngine([one.target, two.target], "moves", shuffle=lambda addresses: None),
         LinkedEngine([one.target], "dies"),
     ):
-        with LinkedEngine([one.target], "ends"):
+        with LinkedEngine([one.target], "ends") as ends:
             await until_answer(lambda: _led(whole), {"dies": True, "ends": True, "moves": True})
+            # The replica is another process, which may hear of the stream's end before it has read the goodbye.
+            ends.link.stop()
+            await until(lambda: not ends.link._thread.is_alive())
         await until_answer(lambda: _led(whole), {"dies": True, "ends": False, "moves": True})
         one.kill()
         others.pop(0)
