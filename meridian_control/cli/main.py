@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Annotated, Any
@@ -388,8 +389,10 @@ def main() -> None:
         say("cannot write the output: standard output is closed", err=True)
         sys.exit(FAILED)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Not every terminal's encoding has each sign of a table or of a name.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # Not every terminal's encoding has each sign of a table or of a name. A program that has put another file in
+        # place of standard output, as one that forks, may find it unchangeable.
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         # Python puts a surrogate in place of a byte that is not UTF-8, and no message of the API can hold one.
         "".join(sys.argv).encode()
