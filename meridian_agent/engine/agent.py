@@ -7,11 +7,10 @@ does I/O.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from meridian.v1 import agent_pb2
@@ -73,7 +72,7 @@ def event(cause: agent_pb2.FaultCause.ValueType) -> Callable[[Callable[..., T]],
     change no such state, or act only while stopped requests wait to go on, when no step is postponed."""
 
     def marked(method: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(method)
+        @wraps(method)
         def after_postponed(agent: Agent, *args: Any) -> T:
             agent.accounts.take_postponed()
             return method(agent, *args)

@@ -179,8 +179,8 @@ class StepAccounting:
         """Note a step as in `take_text`, and process it later, together with other steps. Return False, and nothing has
         happened, for any other step, and if the step cannot wait.
 
-        What a step touches is no longer in the processor's caches after the step before, which costs more than the
-        work itself. So nearly all is done here, without calls and with few objects.
+        The processor's caches have lost what a step touches by the time of the next one, which costs more than the work
+        itself. So nearly all is done here, without calls and with few objects.
         """
         if self._room <= 0 or scheduler.finished_req_ids:
             return False

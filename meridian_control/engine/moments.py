@@ -117,7 +117,7 @@ class Moments:
         """The rows of SIGNAL_ROW as they were at each moment, [moments, words]."""
         words, ends, slot = self._probe_words.copy(), self._history.ends, self.slot
         words[:, ROW_WORDS] = self._row_words
-        # Of the report's sentence ends, the newest one up to each moment, and the first one of the moment's slot.
+        # The newest of the report's sentence ends up to each moment, and the first one of the moment's slot.
         slots = np.append(self._history.rows.slot.take(ends.row), -1)
         newest, first = ends.row.searchsorted(self.row, side="right") - 1, slots[:-1].searchsorted(slot)
         after, before = slots[newest] == slot, slots[first] == slot

@@ -221,9 +221,7 @@ async def newest_ends(whole: WholeFleet) -> list[fleet_pb2.LoggedDecision]:
             for kind, outcomes in (("force", ()), ("cap", CARRIED_OUT))
         )
     )
-    # Replicas of 0.3.0 return all caps.
-    reached = (d for d in caps.decisions if d.outcome in CARRIED_OUT)
-    return sorted((*forces.decisions, *reached), key=lambda d: -end_time(d).ToNanoseconds())[:ASKED_DECISIONS]
+    return sorted((*forces.decisions, *caps.decisions), key=lambda d: -end_time(d).ToNanoseconds())[:ASKED_DECISIONS]
 
 
 def totals(engines: Iterable[fleet_pb2.Engine]) -> dict[str, Any]:

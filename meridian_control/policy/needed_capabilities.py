@@ -63,8 +63,8 @@ def missing(policy: Policy, hello: agent_pb2.Hello) -> str:
 
 
 class _Answers(NamedTuple):
-    """What engines lack for one policy, by what is read of an engine's Hello. To find it takes hundreds of milliseconds
-    for a policy with many overrides, and the engines of a fleet are much alike.
+    """The answers of `missing` for one policy, by what is read of an engine's Hello. An answer takes hundreds of
+    milliseconds for a policy with many overrides, and the engines of a fleet are much alike.
 
     label_names: names of the labels that the policy reads.
     """

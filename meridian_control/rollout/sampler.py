@@ -108,8 +108,8 @@ def _in_force(engine: Engine) -> int:
 
 
 def _thaws(engine: Engine) -> bool:
-    """Whether a freeze will end, or has ended and the agent has not confirmed it yet."""
-    return engine.HasField("freeze") and (bool(engine.freeze.freeze_ids) or not engine.freeze.confirmed)
+    """Whether the freeze of a frozen engine will end, or has ended and the agent has not confirmed it yet."""
+    return bool(engine.freeze.freeze_ids) or not engine.freeze.confirmed
 
 
 def _counters(engine: Engine) -> NDArray[np.int64]:

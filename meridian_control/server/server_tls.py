@@ -1,7 +1,7 @@
 """Provides the TLS credentials of the server, whose certificate, key and client CA are renewed by replacing the files.
 
-The next connection uses new files; open connections stay. gRPC asks for the
-credentials before each handshake, on threads of its own.
+The next connection uses new files; open connections stay. gRPC asks for the credentials before each handshake, on
+threads of its own.
 """
 
 from __future__ import annotations

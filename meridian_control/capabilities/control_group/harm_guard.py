@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial, reduce
+from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -229,18 +230,19 @@ def without_past(
     def newness(part: fleet_pb2.Savings) -> int:
         return 2 if part.in_force else int(part.since_revision >= candidate_revision)
 
-    def present(answer: fleet_pb2.GetSavingsResponse) -> list[fleet_pb2.Savings]:
-        return [part for part in answer.savings if not part.in_force or part.since_revision >= withdrawn_revision]
-
+    present = {
+        replica: [part for part in answer.savings if not part.in_force or part.since_revision >= withdrawn_revision]
+        for replica, answer in answers.items()
+    }
     newest: dict[str, int] = {}
-    for part in (part for answer in answers.values() for part in present(answer)):
+    for part in chain.from_iterable(present.values()):
         newest[part.rules] = max(newest.get(part.rules, 0), newness(part))
     kept = {}
-    for replica, answer in answers.items():
+    for replica, parts in present.items():
         kept[replica] = fleet_pb2.GetSavingsResponse()
-        kept[replica].CopyFrom(answer)
+        kept[replica].CopyFrom(answers[replica])
         del kept[replica].savings[:]
-        kept[replica].savings.extend(part for part in present(answer) if newness(part) == newest[part.rules])
+        kept[replica].savings.extend(part for part in parts if newness(part) == newest[part.rules])
     return kept
 
 

@@ -173,7 +173,7 @@ class SelfCalibration(FleetPart):
         try:
             await self._record()
         finally:
-            # What cannot be stored must not keep rules from being withdrawn.
+            # An episode that cannot be stored must not keep rules from being withdrawn.
             await self._lead()
 
     async def _lead(self) -> None:
