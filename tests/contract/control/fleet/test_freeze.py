@@ -364,6 +364,8 @@ async def test_frozen_by_its_own_environment(control: Control) -> None:
     with engine:
         engine.open("a")
         await engine.steps_until(lambda: control.names() == ["a"] and control.engine().acked_revision == 1)
+        # The control plane reads the store first, which may have a freeze that it does not know.
+        await engine.steps_until(lambda: confirmed(control))
         shown = control.engine().freeze
         assert (shown.confirmed, list(shown.freeze_ids), shown.HasField("end_time")) == (True, [], False)
         await freeze(control.target)
