@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Number of policies above which policies that no live request uses are dropped.
 ROOM = 64
+# Number of kinds of requests whose overridden policies are remembered.
+KINDS = 1024
 
 Among: TypeAlias = "NDArray[np.bool_] | None"
 
@@ -55,6 +57,9 @@ class EffectivePolicies:
         self.revision = 0
         self._held: list[Held] = []
         self._room = ROOM
+        # The policy in force with the matching overrides, by the facts of a request that they match on: with many
+        # overrides it takes long to find.
+        self._overridden: dict[tuple[str, str, str, str], Policy] = {}
         # The object behind the newest decision of this revision that depends on no entry.
         self._newest_behind: Behind | None = None
 
@@ -63,7 +68,7 @@ class EffectivePolicies:
     def apply(self, revision: int, policy: Policy) -> Sliced[None]:
         """Put a policy in force and find the policy of each live request under it."""
         self.policy, self.revision = policy, revision
-        self._held = [Held(policy, None, policy, policy, policy)]
+        self._held, self._overridden = [Held(policy, None, policy, policy, policy)], {}
         self._newest_behind = None
         self._active = [shortener for shortener in self.shorteners if shortener.entries]
         self._table.set_window(policy.entropy.rpdi_window_tokens)
@@ -83,10 +88,22 @@ class EffectivePolicies:
         if own.override or self._active:
             who = self.who(opened)
             entries = [entry for shortener in self._active for entry in shortener.assign(slot, opened, who, again)]
-            own = own.of(who)
+            own = self._with_overrides(own, who)
         is_held_out = self.holdout is not None and self.holdout.assign(slot, opened, own, entries, again)
         if own is not self.policy or is_held_out or self._active:
             self._shorten([slot], own, self._stages_of(slot))
+
+    def _with_overrides(self, policy: Policy, who: Who) -> Policy:
+        """Return the policy in force with the overrides that match a request."""
+        if not policy.override:
+            return policy
+        kind = who.model, who.tenant, who.slo_class, who.effort
+        if kind not in self._overridden:
+            if len(self._overridden) >= KINDS:
+                # Clients choose some of these facts.
+                self._overridden = {}
+            self._overridden[kind] = policy.of(who)
+        return self._overridden[kind]
 
     def _stages_of(self, slot: int) -> tuple[Stages, ...]:
         """Return, for each active shortener, the entries that put the request in a slot into a stage."""

@@ -10,6 +10,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.gateway.stream import REFUSED_TOTAL
+from meridian_control.engine import effective_policies
 from meridian_control.engine.effective_policies import ROOM
 from meridian_control.engine.step_cost import WARM_STEPS
 from tests.fakes.agent import Script
@@ -143,8 +144,9 @@ def test_a_requests_own_floor_holds_the_rules_back_but_not_the_cap() -> None:
     assert made.session.totals.ends["hard_cap"] == 1
 
 
-def test_combinations_of_overrides_are_forgotten_with_their_requests() -> None:
+def test_combinations_of_overrides_are_forgotten_with_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients choose the fields that overrides match on, so eight overrides make 256 policies."""
+    monkeypatch.setattr(effective_policies, "KINDS", 50)
     values: dict[str, dict[str, float]] = {
         "scheduler": {
             "min_think_tokens": 1,
@@ -170,6 +172,7 @@ def test_combinations_of_overrides_are_forgotten_with_their_requests() -> None:
         assert groups.of(slot).scheduler.max_think_tokens == (50 if "b" in tenant else 99)
         assert groups.of(kept).scheduler.max_think_tokens == 50
         assert len(groups._held) <= ROOM
+        assert len(groups._overridden) <= 50
         made.agent.abort(f"r{number}")
         made.step()
     assert made.session.policy is groups.policy
