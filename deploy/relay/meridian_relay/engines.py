@@ -39,12 +39,13 @@ JSON = {"Content-Type": "application/json"}
 class EngineFailed(Exception):  # noqa: N818 - the name states the condition
     """An engine cannot be reached, has answered with an error, or its stream has broken.
 
-    broke: the stream had begun. status: that of the answer, 0 if there is none.
+    broke: the stream had begun. status: that of the answer, 0 if there is none. listens: something may listen there, so
+    that the request may have been the cause.
     """
 
-    def __init__(self, message: str, broke: bool = False, status: int = 0) -> None:
+    def __init__(self, message: str, broke: bool = False, status: int = 0, listens: bool = True) -> None:
         super().__init__(message)
-        self.broke, self.status = broke, status
+        self.broke, self.status, self.listens = broke, status, listens
 
 
 class Refused(Exception):  # noqa: N818 - the name states the condition
@@ -140,7 +141,8 @@ class Engines:
                 async for chunk in _events(response.content):
                     yield chunk
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
-            raise EngineFailed(f"{type(error).__name__}: {error}", begun) from error
+            listens = not isinstance(error, aiohttp.ClientConnectorError)
+            raise EngineFailed(f"{type(error).__name__}: {error}", begun, listens=listens) from error
 
     async def text(self, url: str, model: str | None, tokens: Sequence[int], headers: Mapping[str, str]) -> str | None:
         """Return the text of tokens; None if the engine does not say it. Raises EngineFailed if nothing listens."""

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Engines that may fail one request before it fails, because it may be the cause. Engines that failed the request before
-# do not count, unless they answer 500.
+# Engines that may fail one request before it fails, because it may be the cause. Engines that refuse the connection do
+# not count, nor those that failed the request before, unless they answer 500.
 MAX_FAILURES = 3
 # Seconds for which the relay waits for the usage after the last token.
 USAGE_S = 1.0
@@ -90,7 +90,7 @@ class Exchange:
             try:
                 await (self._continue(url) if self._begun else self._think(url))
             except EngineFailed as error:
-                self._failures += served or error.broke or error.status == 500
+                self._failures += (served and error.listens) or error.broke or error.status == 500
                 self._note_failure(url, error)
         usage, count = {**self._usage, **self._form, "choices": []}, len(self._progress.tokens)
         if self._continuation is not None:

@@ -413,6 +413,12 @@ async def test_an_engine_that_refuses_connections_is_skipped() -> None:
         assert (response.status, (await response.json())["error"]["code"]) == (502, 502)
 
 
+async def test_engines_that_are_down_fail_no_request_of_a_new_relay() -> None:
+    absent = [f"http://127.0.0.1:{free_port()}" for _ in range(4)]
+    async with engines(SCRIPT, 1) as (home,), relaying(*absent, home.url) as relayed:
+        assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
+
+
 @asynccontextmanager
 async def closing(number: int) -> AsyncIterator[list[str]]:
     """Yield the URLs of servers that close each connection without an answer, as a published port of a container does
