@@ -150,7 +150,6 @@ def _by_start(values: Mapping[tuple[int, int], float]) -> list[float]:
 
 # ------------------------------------------------------------------------------------------------------------- results
 
-
 # Terms that a page spells out if it has them.
 TERMS = {"EAT": "entropy after `</think>`", "RPDI": "reasoning path deviation index"}
 
@@ -217,33 +216,64 @@ def page(found: dict[str, Any], name: str) -> str:
             for what, goal in found["goals"].items()
         ]
         lines += [""]
+    said = ""
     for title, table in found["tables"].items():
-        lines += [f"## {title}", "", f"This was measured on {table['measured']}. {table['text']}".strip(), ""]
-        lines += _tables(table)
+        lines += [f"## {title}", ""]
+        text = f"This was measured on {table['measured']}. {table['text']}".strip()
+        # What several tables of one run have in common stands above the first of them.
+        lines += [] if text == said else [text, ""]
+        lines += _tables(title, table)
+        said = text
     return "\n".join(lines)
 
 
-def _tables(table: dict[str, Any]) -> list[str]:
+def _tables(title: str, table: dict[str, Any]) -> list[str]:
     """Return the arms' own figures as a table, and what is compared with the base arm as a second one, whose
-    intervals are those that count."""
-    arms, compared = ([row for row in table["rows"] if bool(row[2]) == second] for second in (False, True))
+    intervals are those that count, or as further columns if no comparison has an interval."""
+    # The title names the case of a table that has only this one.
+    rows = [["" if case == title else case, *row] for case, *row in table["rows"]]
+    arms, compared = ([row for row in rows if bool(row[2]) == second] for second in (False, True))
+    if compared and all(low == high for *_, values in compared for _, low, high in values.values()):
+        return [*_table(*_joined(table, arms, compared), bounds=False), ""]
     own = _table(table, arms, bounds=not compared)
     return [*own, "", *([*_table(table, compared, bounds=True), ""] if compared else [])]
 
 
+def _joined(
+    table: dict[str, Any], arms: list[list[Any]], compared: list[list[Any]]
+) -> tuple[dict[str, Any], list[list[Any]]]:
+    """Return the table and the rows of its arms with a further column for each figure that is compared."""
+    values_of = {(case, arm): dict(values) for case, arm, _, values in arms}
+    further: dict[str, dict[str, Any]] = {}
+    for case, name, how, values in compared:
+        arm, against, base = re.split(r"( [/-] )", name, maxsplit=1)
+        for column in table["columns"]:
+            if column["figure"] in values:
+                key = f"{column['figure']}{against}{base}"
+                values_of[case, arm][key] = values[column["figure"]]
+                exact = {"digits": 3, "factor": 1.0} if how == "ratio" else {}
+                further[key] = {**column, **exact, "figure": key, "head": f"{column['head']}{against}{base}"}
+    rows = [[case, arm, "", values] for (case, arm), values in values_of.items()]
+    return {**table, "columns": [*table["columns"], *further.values()]}, rows
+
+
 def _table(table: dict[str, Any], rows: list[list[Any]], *, bounds: bool) -> list[str]:
-    """Return a table of these rows, without the columns that are empty in them. A case is named in its first row.
+    """Return a table of these rows, without the columns that are empty in them. A case is named in its first row, and
+    arms of a case with the same figures share a row.
 
     bounds: whether to show intervals.
     """
     columns = [Column(**column) for column in table["columns"]]
-    body, before = [], ""
+    arms: dict[tuple[str, ...], list[str]] = {}
     # What the arms are compared with is named in the heading, if it is the same in all rows.
     bases = {"".join(re.findall(r" [/-] .+", arm)) for _, arm, how, _ in rows if how}
     base = bases.pop() if len(bases) == 1 else ""
     for case, arm, how, values in rows:
         cells = [_cell(column, how, values.get(column.figure), bounds=bounds) for column in columns]
-        body.append(["" if case == before else case, arm.removesuffix(base), *cells])
+        arms.setdefault((case, how, *cells), []).append(arm.removesuffix(base))
+    body, before = [], ""
+    for (case, _, *cells), names in arms.items():
+        body.append(["" if case == before else case, "; ".join(names), *cells])
         before = case
     head = ["case", f"arm{base}", *(column.head for column in columns)]
     kept = [i for i in range(len(head)) if i == 1 or any(row[i] for row in body)]

@@ -37,12 +37,11 @@ if TYPE_CHECKING:
 LOSSES = (0.01, 0.02, 0.05)
 SEEN = 0.75
 TEXT = (
-    "The tasks' models are `tests/data/*-qwen3`, recorded at temperature 1 in steps of {step_ms:g} ms, some 1,000 "
-    "requests each. A case is a task and where it is probed; an arm is `max_loss`. In each of {splits} splits three "
-    "quarters of the requests, chosen at random, are what self-calibration has stored at its first attempt, and the "
-    "others show what its rule really does; figures are medians of the splits that found one. *Proved* is judged by "
-    "trial answers, whose first token must stay, and *really lost* by the whole answers that the model gives. Tokens "
-    "of probes count as thinking."
+    "The tests' models at temperature 1 in steps of {step_ms:g} ms, some 1,000 requests each. A case is a task and "
+    "where it is probed; an arm is `max_loss`. In each of {splits} splits three quarters of the requests are what "
+    "self-calibration has stored, and the others show what its rule really does; figures are medians of the splits "
+    "that found one. *Proved* is judged by trial answers, whose first token must stay, and *really lost* by the whole "
+    "answers that the model gives. Tokens of probes count as thinking."
 )
 COLUMNS = (
     Column("found", "rule found, of the splits"),

@@ -94,9 +94,10 @@ class Measurement:
             expected=self._expected(done),
             late_tokens=late,
         )
-        ends = ", ".join(f"{count} {name}" for name, count in batch.ends.items())
+        ends = [f"{count} {name}" for name, count in batch.ends.items()]
         unended = sum(not c.ended for c in done)
-        self.about.append(f"{arm.name}: {arm.note or 'no rule'} (ends: {ends}, {unended} without)")
+        ends += [f"{unended} without"] if unended else []
+        self.about.append(f"{arm.name}: {arm.note or 'no rule'} (ends: {', '.join(ends)})")
 
     def _add(self, arm: str, **columns: Sequence[float]) -> None:
         """Note the figures of an arm, each as means over blocks of requests of one seed."""
