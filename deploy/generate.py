@@ -57,7 +57,7 @@ def _metrics() -> str:
 
 def _row(entry: Entry) -> str:
     labels = f"{{{', '.join(entry.labels)}}}" if entry.labels else ""
-    kind = "" if entry.kind == "gauge" else f"{entry.kind}: "
+    kind = "histogram: " if entry.kind == "histogram" else ""
     return f"| `{entry.name}{labels}` | {kind}{entry.text} | {entry.act} |"
 
 

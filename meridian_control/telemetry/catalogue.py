@@ -19,58 +19,56 @@ if TYPE_CHECKING:
 ENGINE = ("engine",)
 GRPC = ("grpc_type", "grpc_service", "grpc_method")
 
-
 REPLICA = (
     gauge("meridian_build_info", ("version",), "Always 1; the label has this replica's version.", "Compare replicas."),
     gauge(
         "meridian_replica_leads",
         (),
         "1 on the replica that leads, which alone drives rollouts.",
-        "The sum over replicas is not 1 for longer than 10 s: replicas cannot reach PostgreSQL.",
+        "The sum over replicas is not 1: see the alert MeridianNotOneLeader.",
     ),
     gauge(
         "meridian_policy_revision",
         (),
         "Policy revision that this replica gives to engines that connect.",
-        "Replicas differ for longer than 10 s: look at the store.",
+        "Replicas differ: see the alert MeridianReplicasDisagree.",
     ),
     gauge(
         "meridian_engines",
         (),
         "Engines connected to this replica.",
-        "Fewer than the vLLM pods: run `meridianctl engines`, then read the log of the missing pod.",
+        "Fewer than the vLLM pods: see the alert MeridianFewerEngines.",
     ),
     gauge(
         "meridian_engine_memory_bytes",
         (),
         "About the memory that this replica uses for the requests of its engines.",
-        "Near `--max-engines-mib`: streams will be refused (`memory_exceeded`); add replicas, or find the engine with "
-        "very many requests or long texts by `meridianctl engines`.",
+        "Near `--max-engines-mib`: streams will be refused; add replicas, or find the engine by `meridianctl engines`.",
     ),
     histogram(
         "meridian_event_loop_delay_seconds",
         (),
-        "How late the event loop does what is due, measured ten times a second. Answers to engines are as late.",
-        "Above 0.05 for minutes: the core is full; add replicas, or find the engine whose messages are large.",
+        "How late the event loop does what is due. Answers to engines are as late.",
+        "Above 0.05 for minutes: see the alert MeridianLoopLate.",
     ),
     gauge(
         "meridian_agents",
         ("state",),
         "Engines by their agent's state, including engines without a stream.",
-        "`off` for more than a few minutes: the engines run as stock vLLM; `meridianctl engines` says why.",
+        "`off` for minutes: see the alert MeridianAgentOff.",
     ),
     gauge(
         "meridian_engines_sharing_name",
         (),
         "Engines connected to this replica under the name of another. `meridian_engines` counts a name once, and its "
         "series are those of the newest stream.",
-        "Not 0 for longer than a minute: two engines run under one name. Give each a `MERIDIAN_ENGINE_ID` of its own.",
+        "Not 0 for longer than a minute: give each engine a `MERIDIAN_ENGINE_ID` of its own.",
     ),
     gauge(
         "meridian_engines_without_series",
         (),
         "Connected engines beyond the first 500, which have no series of their own.",
-        "Not 0: add replicas, because sums over the series of engines lack these engines.",
+        "Not 0: add replicas.",
     ),
 )
 
@@ -80,8 +78,7 @@ ROLLOUT = (
         ("state",),
         "1 for the newest rollout's state: running, paused, halted, completed, rolled_back, aborted. Like all metrics "
         "of rollouts, it comes from the replica that leads.",
-        "`halted`, `rolled_back`: `meridianctl rollout status` names the violated guardrail; correct the policy, or "
-        "resume.",
+        "`halted`, `rolled_back`: `meridianctl rollout status` names the violated guardrail.",
     ),
     gauge(
         "meridian_rollout_age_seconds",
@@ -93,20 +90,20 @@ ROLLOUT = (
         "meridian_rollout_step",
         (),
         "Step that the newest rollout is in, counted from 1.",
-        "Unchanged for longer than the step's bake time: `meridianctl rollout status` says what the rollout waits for.",
+        "Unchanged for longer than the bake time: `meridianctl rollout status` says what it waits for.",
     ),
     gauge("meridian_rollout_steps", (), "Steps in the newest rollout.", "Compare with `meridian_rollout_step`."),
     gauge(
         "meridian_rollout_engines",
         ("policy",),
-        "Connected engines that have applied the candidate, and the others, as last counted while the rollout ran.",
+        "Connected engines that have applied the candidate, and the others.",
         "No `candidate` in a running rollout: no engine fits the step, or the engines refuse the candidate.",
     ),
     gauge(
         "meridian_rollout_guardrail_ratio",
         ("guardrail",),
         "Newest reading of a guardrail, divided by its limit; above 1 the guardrail is violated.",
-        "Near 1: pause the rollout and look into the cause before the rollout is rolled back.",
+        "Near 1: pause the rollout and look into the cause.",
     ),
 )
 
@@ -122,7 +119,7 @@ DECISIONS = (
         "meridian_outcomes_total",
         ("kind", "reason", "outcome"),
         "Outcomes of decisions. Kind `probe` with outcome `applied` counts the probes that were measured.",
-        "`refused` forces: run `meridianctl requests`, then read the engine's log; `agent_off`: streams end too often.",
+        "`refused` forces: see the alert MeridianForcesRefused; `agent_off`: streams end too often.",
     ),
     counter(
         "meridian_unknown_outcomes_total",
@@ -133,14 +130,14 @@ DECISIONS = (
     histogram(
         "meridian_decision_staleness_steps",
         (),
-        "Engine steps between the report that a force or plan was decided from and the report that it was applied.",
-        "Above a few steps: the link or the control plane is slow; see `meridian_agent_round_trip_seconds`.",
+        "Engine steps from the report that a force or plan was decided from to the report that it was applied.",
+        "Above a few steps: see `meridian_agent_round_trip_seconds`.",
     ),
     counter(
         "meridian_policy_nacks_total",
         (),
         "Policies refused by agents.",
-        "`meridianctl engines` shows the agent's error; correct the policy or roll it back.",
+        "See the alert MeridianPolicyRefused.",
     ),
 )
 
@@ -149,7 +146,7 @@ THINKING = (
         "meridian_ttot_seconds",
         (),
         "Time to output token: from the end of thinking to the first answer token.",
-        "Rises: answers wait for thinking or for memory; look at preemptions, the plan and the step time.",
+        "Rises: answers wait for thinking or for memory; look at preemptions and the step time.",
     ),
     histogram(
         "meridian_output_itl_seconds",
@@ -160,24 +157,22 @@ THINKING = (
     histogram(
         "meridian_queueing_seconds",
         (),
-        "Queueing time: from when vLLM adds a request to its queue until it schedules the first step that the request "
-        "joins. Older agents do not report it.",
+        "Queueing time: from when vLLM adds a request to its queue until it schedules the request's first step.",
         "Rises: requests wait for others to end; add engines, or set `queueing_p99_ms`.",
     ),
     histogram(
         "meridian_request_think_tokens",
         (),
         "Thinking tokens of a finished request that thought.",
-        "Shifts without a policy change: the workload or the model has changed; calibrate again.",
+        "Shifts without a policy change: calibrate again.",
     ),
     counter(
         "meridian_think_ends_total",
         ("reason",),
-        "Ends of thinking, by reason; a reason with _shadowed counts ends that a rule in shadow decided for a measured "
-        "request (telemetry.shadow_sample_ratio).",
-        "Mostly `hard_cap`: the cap is too low, or the rules are off or not calibrated. Mostly `answer_reserve`: "
-        "clients set `max_tokens` too low for the thinking, or the reserve is too large. Many `premature_stop`: the "
-        "model stops while it thinks; look at its chat template, its sampling parameters and its quantization.",
+        "Ends of thinking, by reason; with _shadowed those that a rule in shadow decided for a measured request.",
+        "Mostly `hard_cap`: the cap is too low, or the rules are not calibrated. Mostly `answer_reserve`: `max_tokens` "
+        "is too low, or the reserve too large. Many `premature_stop`: look at the model's chat template, sampling "
+        "parameters and quantization.",
     ),
     counter(
         "meridian_tokens_saved_against_cap_total",
@@ -218,36 +213,33 @@ STREAMS = (
     counter(
         "meridian_unknown_efforts_total",
         (),
-        "Requests with an effort that no override names and that is not a level of the APIs (none, minimal, low, "
-        "medium, high, xhigh, max). They count as without an effort.",
+        "Requests with an effort that no override names and that is no level of the APIs: as without an effort.",
         "Grows: `meridianctl explain` shows a request's effort; add an override for it, or correct the client.",
     ),
     counter(
         "meridian_unread_prompts_total",
         (),
-        "Requests whose prompts came as embeddings. Their thinking is neither known nor limited before the model "
-        "writes a marker.",
+        "Requests whose prompts came as embeddings: their thinking is unknown until the model writes a marker.",
         "Grows, and such requests think too long: let the clients send text or token ids.",
     ),
     counter(
         "meridian_stream_ends_total",
         ("reason",),
         "Agent streams that ended, by reason.",
-        "`overflow`: the link is too slow; `invalid_request`: the versions do not fit; `disconnected`: the network or "
-        "a pod failed.",
+        "See the alert MeridianStreamsBreak. `disconnected`: the network or a pod failed.",
     ),
     counter(
         "meridian_client_faults_total",
         ("cause",),
-        "Calls and streams refused because of their caller, by cause; the log names the callers of some of them.",
-        "`invalid_request` grows fast: a client that is not an engine uses the port. `host_only`: access is not "
-        "configured. `too_many`: a script calls without pauses.",
+        "Calls and streams refused because of their caller, by cause.",
+        "`invalid_request`: a client that is not an engine uses the port. `host_only`: access is not configured. "
+        "`too_many`: a script calls without pauses.",
     ),
     counter(
         "meridian_preemptions_total",
         ("phase",),
         "Requests preempted, by their phase at that time.",
-        "`output` is not 0: give thinking less KV cache (`kv_memory`), allow fewer sequences, or add memory.",
+        "`output` is not 0: see the alert MeridianAnswersPreempted.",
     ),
 )
 
@@ -262,14 +254,13 @@ ENGINES = (
         "meridian_engine_state",
         ("engine", "state"),
         "1 for the agent's state: ready, stale, degraded or off; without a stream, the state it has if it still runs.",
-        "`off`: `meridianctl engines` shows the fault and when it is over. `stale`, `degraded`: the engine is gone, or "
-        "the network failed.",
+        "`off`: see the alert MeridianAgentOff. `stale`, `degraded`: the engine is gone, or the network failed.",
     ),
     gauge(
         "meridian_engine_revision",
         ENGINE,
         "Policy revision that the agent has applied.",
-        "Behind the wanted revision for minutes: look at `meridian_engine_refused`, then at the link.",
+        "Behind the wanted revision for minutes: see the alert MeridianRevisionBehind.",
     ),
     gauge(
         "meridian_engine_wanted_revision",
@@ -281,13 +272,13 @@ ENGINES = (
         "meridian_engine_refused",
         ENGINE,
         "1 while the engine refuses the newest revision that it was given.",
-        "`meridianctl engines` shows the error; correct the policy or roll it back.",
+        "1: see the alert MeridianPolicyRefused.",
     ),
     gauge(
         "meridian_engine_frozen",
         ENGINE,
         "1 while the engine is frozen, until its agent confirms the thaw.",
-        "Thaw the engine with `meridianctl thaw` once the reason for the freeze is gone.",
+        "`meridianctl thaw` once the reason is gone.",
     ),
     gauge("meridian_engine_limit", ("engine", "limit"), "Engine limit in force.", "See `meridianctl engines`."),
     gauge("meridian_engine_running_requests", ENGINE, "Requests in vLLM's running queue.", "Plan capacity with it."),
@@ -314,7 +305,7 @@ ENGINES = (
         "meridian_engine_open_decisions",
         ENGINE,
         "Decisions whose outcome is not yet known.",
-        "Grows without end: report the bug. Caps stay open as long as their requests live.",
+        "Grows without end: report the bug.",
     ),
 )
 
@@ -323,21 +314,20 @@ AGENTS = (
         "meridian_agent_preempted_think_total",
         ENGINE,
         "Thinking requests preempted, counted in the engine.",
-        "Many: memory is short; thinking requests are preempted so that answering requests are not.",
+        "Many: memory is short.",
     ),
     counter(
         "meridian_agent_output_critical_total",
         ENGINE,
         "Answering requests chosen as preemption victims; the target is zero.",
-        "Not 0: only answering requests were left to preempt; allow fewer sequences or add KV cache.",
+        "Not 0: see the alert MeridianAnswersPreempted.",
     ),
     counter(
         "meridian_agent_blocks_reclaimed_total",
         ("engine", "tier"),
         "KV blocks put first in line for reuse, by tier: `unreachable`, or `kept_too_long` after "
         "`kv_memory.keep_thinking_s`.",
-        "0 in multi-turn load with thinking: the chat template keeps thinking, the requests are no chats that the "
-        "model's own template renders (`meridianctl explain` shows the reason), or `kv_memory` is in shadow.",
+        "0 in multi-turn load with thinking: `meridianctl explain` shows why blocks are kept.",
     ),
     counter(
         "meridian_agent_think_skips_total",
@@ -354,15 +344,14 @@ AGENTS = (
     counter(
         "meridian_agent_reports_dropped_total",
         ENGINE,
-        "Step reports dropped because the agent's ring buffer to its link thread was full.",
-        "Not 0: the network or the control plane is too slow; raise `report_interval_steps`, add replicas.",
+        "Step reports dropped because the agent's queue was full.",
+        "Not 0: see the alert MeridianReportsDropped.",
     ),
     counter(
         "meridian_agent_faults_total",
         ("engine", "cause"),
         "Faults of the agent since the engine started, by the hook that failed; `observer` is the hook in workers.",
-        "Not 0: `meridianctl engines` shows the newest fault; report it. After the fourth in an hour the agent stays "
-        "off.",
+        "Not 0: see the alert MeridianAgentFaults.",
     ),
     counter(
         "meridian_agent_probe_tokens_total",
@@ -381,25 +370,25 @@ AGENTS = (
         "meridian_agent_scheduler_seconds_total",
         ENGINE,
         "Seconds that vLLM spent in its own schedule and update_from_output.",
-        "Compare the seconds of the agent's hooks with it.",
+        "Compare with the agent's `hooks`.",
     ),
     counter(
         "meridian_agent_calm_steps_total",
         ENGINE,
-        "Steps before which the agent did not look at the engine, because nothing had happened since its full look.",
-        "The cheap steps. A small share with long requests: probes or plans with shares keep the engine from calm.",
+        "Steps before which the agent did not look at the engine.",
+        "A small share with long requests: probes or plans with shares keep the engine from calm.",
     ),
     counter(
         "meridian_agent_full_steps_total",
         ENGINE,
-        "Steps before which the agent took in messages, ordered the queues and placed probes.",
-        "Compare the calm steps with it.",
+        "Steps before which the agent looked at the engine.",
+        "Compare with the calm steps.",
     ),
     gauge(
         "meridian_agent_round_trip_seconds",
         ENGINE,
         "Seconds from queueing a step report to receiving its answer, for the newest answered report.",
-        "Above a step's duration for minutes: the control plane is overloaded, or too far away.",
+        "Above a step's duration for minutes: see the alert MeridianRoundTripSlow.",
     ),
 )
 
@@ -409,8 +398,8 @@ SERVER = (
         "grpc_server_handled_total",
         (*GRPC, "grpc_code"),
         "RPCs ended, by status code.",
-        "INTERNAL or UNKNOWN: a bug; read the log. UNAVAILABLE: the store failed. UNAUTHENTICATED or "
-        "PERMISSION_DENIED: the caller's access is wrong.",
+        "INTERNAL, UNKNOWN, UNAVAILABLE: see the alert MeridianCallsFail. UNAUTHENTICATED, PERMISSION_DENIED: the "
+        "caller's access is wrong.",
     ),
     counter("grpc_server_msg_received_total", GRPC, "Messages received.", "Plan capacity: reports per second."),
     counter("grpc_server_msg_sent_total", GRPC, "Messages sent.", "Plan capacity with it."),
@@ -418,7 +407,7 @@ SERVER = (
         "grpc_server_handling_seconds",
         GRPC,
         "Duration of RPCs in seconds; for a stream, from its opening to its end.",
-        "UpdatePolicy is slow: look at the store. Connect is short: streams break; see `meridian_stream_ends_total`.",
+        "UpdatePolicy is slow: look at the store. Connect is short: see `meridian_stream_ends_total`.",
     ),
 )
 

@@ -26,14 +26,13 @@ ENTRIES = (
         "meridian_budget_think_tokens_total",
         BUDGET,
         "Thinking tokens that this replica has counted for the budget; the sum over replicas is that of the fleet.",
-        "Compare its rate with the budget's `tokens_per_minute`; above it for long, thinking is shortened.",
+        "Compare its rate with the budget's `tokens_per_minute`.",
     ),
     gauge(
         "meridian_budget_left_ratio",
         BUDGET,
-        "What is left of the budget's scarcer limit, as a share of what it can save up; below 0 thinking has exceeded "
-        "the budget.",
-        "Below 0.5: thinking is shortened, unless the budget is in shadow; `meridianctl budgets` shows the stage.",
+        "What is left of the budget's scarcer limit, as a share of what it can save up; below 0 it is exceeded.",
+        "Below 0.5: thinking is shortened, unless the budget is in shadow.",
     ),
     gauge(
         "meridian_budget_stage",
@@ -45,13 +44,12 @@ ENTRIES = (
         "meridian_budget_unsaved_tokens",
         (),
         "Thinking tokens, summed over all budgets, that this replica has counted since it last reached the store.",
-        "Grows: the store does not answer, and a crash of the replica would lose this usage.",
+        "Grows: see the alert MeridianBudgetsUnsaved.",
     ),
     counter(
         "meridian_tenant_think_tokens_total",
         ("tenant", "model"),
-        "Thinking tokens that this replica has counted for the tenant; the sum over replicas is that of the fleet. A "
-        "replica counts all pairs after the first 1000 under `(other)`.",
+        "Thinking tokens that this replica has counted for the tenant; pairs after the first 1000 under `(other)`.",
         "Bill by it. `(other)` grows: let a gateway name the tenants (`MERIDIAN_TENANT_FROM`).",
     ),
 )

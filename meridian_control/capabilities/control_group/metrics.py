@@ -29,8 +29,7 @@ ENTRIES = (
         "meridian_arm_requests_total",
         ARM,
         "Closed requests that thought, by arm: treated, or control, whose requests nothing shortens.",
-        "No `control`: nothing in force shortens thinking and no self-calibration learns, or `entropy.holdout_share` "
-        "is 0, so nothing is compared.",
+        "No `control`: nothing in force shortens thinking, or `entropy.holdout_share` is 0.",
     ),
     counter(
         "meridian_arm_think_tokens_total",
@@ -42,37 +41,35 @@ ENTRIES = (
         "meridian_arm_answer_tokens_total",
         ARM,
         "Answer tokens of these requests, if they finished after their thinking had ended.",
-        "Longer answers of `treated`: the model goes on thinking in the answer; set a `closing_text`, or calibrate.",
+        "Longer answers of `treated`: set a `closing_text`, or calibrate.",
     ),
     counter(
         "meridian_arm_events_total",
         ("arm", "event"),
-        "These requests by event: stopped (shortening ended the thinking, or would have), answered, reentry (the "
-        "request thought again), abort (by the client), length (finished by its length).",
+        "These requests by event: stopped (shortening ended the thinking, or would have), answered, reentry, abort (by "
+        "the client), length.",
         "More `reentry`, `abort` or `length` per request in `treated`: thinking ends early; see `meridianctl savings`.",
     ),
     counter(
         "meridian_compared_ends_total",
         (*KIND, "end", "event"),
         "Requests by kind of shortening (for budgets and pressure also by name), by the first end of their thinking "
-        "and by event. Ends: forced (by the kind, in treated requests) and natural (by the model, in the control group "
-        "after the kind would have ended the thinking). Events: ended (every such request), reentry, empty (an answer "
-        "of at most one token), abort (by the client), length (finished by its length).",
+        "(forced by the kind, in treated requests; natural, in the control group after the kind would have ended it) "
+        "and by event: ended (every such request), reentry, empty, abort (by the client), length.",
         "More `reentry` or `empty` per `ended` after `forced`: set the model's `closing_text`, or calibrate again.",
     ),
     counter(
         "meridian_control_group_shadow_saved_tokens_total",
         (),
         "Thinking tokens of the control group after the places where shortening would have ended the thinking.",
-        "Per request of the control group, compare with the difference of the arms. Far apart: ends come late, or "
-        "requests think again.",
+        "Far from the difference of the arms: ends come late, or requests think again.",
     ),
     counter(
         "meridian_control_group_verdicts_total",
         (*KIND, "verdict"),
-        "Finished requests of the control group, by each kind that could have shortened them, and by what the "
-        "kind would have done to their answer: harmless, harmful, or unjudged (no probe near the place of the end).",
-        "Mostly `unjudged`: harm is not measured; the engines have no room for probes, or cannot probe.",
+        "Finished requests of the control group, by each kind that could have shortened them, and by what it would "
+        "have done to their answer: harmless, harmful, or unjudged (no probe near the place of the end).",
+        "Mostly `unjudged`: the engines have no room for probes, or cannot probe.",
     ),
     gauge(
         "meridian_saved_ratio",
@@ -85,7 +82,7 @@ ENTRIES = (
         "meridian_harm_ratio",
         (*KIND, "bound"),
         "Share of the judged requests of the control group whose answer a kind of shortening in force would have "
-        "changed, by value and one-sided exact 95 % bounds low and high. Absent while harm is not measured.",
+        "changed, with one-sided exact 95 % bounds. Absent while harm is not measured.",
         "`high` above `entropy.max_loss`: collect more requests, or calibrate again.",
     ),
     gauge(
@@ -99,15 +96,14 @@ ENTRIES = (
         "meridian_drift_evidence_ratio",
         (),
         "Evidence that a signal of live requests has left the distribution of the calibration; at 1 the control plane "
-        "puts the rules into shadow. Absent if the policy describes no signal.",
-        "Near 1: the model, its chat template or the workload has changed; compare the bins in `meridianctl savings`.",
+        "puts the rules into shadow.",
+        "Near 1: compare the bins in `meridianctl savings`.",
     ),
     gauge(
         "meridian_entropy_withdrawn",
         (),
-        "1 while the policy in force is the one by which the control plane itself withdrew the entropy rules or "
-        "another kind of shortening.",
-        "1: `meridianctl savings` says what was withdrawn, and why; correct or calibrate it, then apply a policy.",
+        "1 while the policy in force is the one by which the control plane itself withdrew a kind of shortening.",
+        "1: see the alert MeridianEntropyWithdrawn.",
     ),
 )
 
