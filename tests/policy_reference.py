@@ -60,7 +60,7 @@ deviation index ([glossary](../../proto/glossary.md)). A capability beside the u
 """
 COLUMNS = f"| field | default; range | what it does | when to change it |\n{'|---' * 4}|\n"
 # Texts of a field with more characters than this are not repeated for the same field of another section.
-LONG = 120
+LONG = 60
 BOUNDS = (("exclusiveMinimum", "above"), ("minimum", "from"), ("exclusiveMaximum", "below"), ("maximum", "to"))
 
 

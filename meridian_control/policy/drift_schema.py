@@ -27,13 +27,12 @@ class EatBin(Section):
 
     max_nats: Amount = field(
         0.0,
-        description="Largest sample of the bin; above the previous bin's. Larger samples than the last bin's belong to "
-        "the last bin.",
+        description="Largest sample of the bin, above the previous bin's; to the last bin belong all larger ones, too.",
         advice="Leave it as `meridianctl calibrate` writes it.",
     )
     requests: Count = field(
         0,
-        description="Requests of the calibration whose sample lies in the bin.",
+        description="Requests of the calibration whose value lies in the bin.",
         advice="Leave it as `meridianctl calibrate` writes it.",
     )
 
@@ -48,8 +47,7 @@ class SignalBin(Section):
 
     max_value: Amount = field(
         0.0,
-        description="Largest value of the bin; above the previous bin's. Larger values than the last bin's belong to "
-        "the last bin.",
+        description="Largest value of the bin, above the previous bin's; to the last bin belong all larger ones, too.",
         advice="Leave it as `meridianctl calibrate` writes it.",
     )
     requests: Count = field(
@@ -94,9 +92,7 @@ def signal_reference(signal: str) -> Any:
         (),
         strict=False,
         max_length=MAX_BINS,
-        description=f"Distribution of {signal} on the requests of the calibration: of each request, the value at the "
-        "first sentence end from the floor on. If live requests leave it, the control plane puts the section into "
-        "shadow; empty switches this off.",
+        description=f"As eat_reference, of {signal} at the first sentence end from the floor on.",
         advice="Remove it if you change the floor by hand.",
         new=True,
     )

@@ -65,19 +65,17 @@ class EnginePolicy(Section):
 
     max_num_active_seqs: Count = field(
         0,
-        description="Most requests that an engine runs at once, up to its max_num_seqs; 0 means the engine's start-up "
-        "value. If more requests run already, they go on, and no other joins until they are fewer.",
+        description="Most requests that an engine runs at once; 0 means the engine's start-up value.",
         advice="Lower it to shorten steps if many requests run at once; the others wait.",
     )
     max_num_scheduled_tokens: Count = field(
         0,
-        description="Most tokens that an engine schedules in a step, up to its start-up value and not below one token, "
-        "with its drafts, for each of its max_num_seqs; 0 means the engine's start-up value.",
+        description="Most tokens that an engine schedules in a step; 0 means the engine's start-up value.",
         advice="Lower it if prompts make steps too long, also while no answer streams.",
     )
     long_prefill_token_threshold: Count = field(
         0,
-        description="Most tokens of one prompt in a step while other requests run or wait, from one KV block to the "
-        "model's context, where it limits nothing; 0 means the engine's start-up value.",
+        description="Most tokens of one prompt in a step while other requests run or wait; 0 means the engine's "
+        "start-up value.",
         advice="Set it if long prompts keep short ones waiting, for example to 2048.",
     )

@@ -38,7 +38,7 @@ class SchedulerPolicy(Section):
     strategy: Literal["output_first", "deadline", "reasoning_first", "stock"] = field(
         "output_first",
         description="The most urgent requests: answering ones (output_first), those nearest to missing their budget "
-        "(deadline), or thinking ones, with answers paced at their budget (reasoning_first); stock keeps vLLM's order.",
+        "(deadline), or thinking ones (reasoning_first); stock keeps vLLM's order.",
         advice="Keep output_first for chat. Choose deadline where both budgets are set, reasoning_first for batch "
         "work.",
     )
@@ -52,7 +52,7 @@ class SchedulerPolicy(Section):
         0.0,
         description="Target for the step time in milliseconds while answers stream; thinking sequences are left out "
         "only if steps exceed it. 0 means 1.75 times the duration of a step of all running sequences, so that only "
-        "prompts are held back, and these only on engines whose requests think.",
+        "prompts are held back.",
         advice="Set it to the gap between answer tokens that you promise; a short gap costs throughput.",
     )
     think_batch_multiplier: float = field(
@@ -92,16 +92,14 @@ class SchedulerPolicy(Section):
     empty_answer_extension_tokens: Count = field(
         0,
         description="Thinking tokens added once to the cap of a request whose answer would be empty if thinking ended; "
-        "no rule but that on loops, which come to no answer, ends the request's thinking while its answer would be "
-        "empty. 0 switches the extension off.",
+        "no rule but that on loops ends its thinking while its answer would be empty. 0 switches both off.",
         advice="Set it to a few hundred if capped requests return empty answers.",
     )
     answer_reserve_tokens: Count = field(
         256,
         description="Answer reserve: thinking ends early enough that at least this many tokens of the request's "
-        "max_tokens and of the model's context are left for the answer, but at most a quarter of them, and none if the "
-        "request goes on with the thinking of an earlier one; a model that stops while it thinks ends its thinking "
-        "and answers; 0 reserves none, and lets the model stop.",
+        "max_tokens and of the model's context are left for the answer, but at most a quarter of them; a model that "
+        "stops while it thinks ends its thinking and answers; 0 reserves none, and lets the model stop.",
         advice="Set it to the length of a long answer if requests reach max_tokens while they still think.",
         new=True,
     )
@@ -114,9 +112,8 @@ class SchedulerPolicy(Section):
     )
     answer_only_stops: Literal["none", "chat", "all"] = field(
         "chat",
-        description="The requests whose stop strings and stop tokens end answers only and sleep while the model "
-        "thinks: none, those that vLLM renders from a chat (chat), or completions, too (all). A request may say "
-        "otherwise for itself.",
+        description="The requests whose stop strings and stop tokens end answers only: none, those that vLLM renders "
+        "from a chat (chat), or completions, too (all). A request may say otherwise for itself.",
         advice="Choose none if clients stop thinking with stop strings that are no end marker.",
         new=True,
     )
@@ -131,8 +128,8 @@ class SchedulerPolicy(Section):
     # This field comes after max_think_tokens because its validator reads max_think_tokens.
     min_think_tokens: Count = field(
         512,
-        description="Thinking tokens before which no entropy rule ends thinking, and no budget or pressure either. The "
-        "floor may not exceed the hard cap; if only a lower cap is set, the floor is lowered to the cap.",
+        description="Thinking tokens before which no entropy rule, budget or pressure ends thinking. If only a cap "
+        "below it is set, the floor is lowered to the cap.",
         advice="Take the floor from `meridianctl calibrate`.",
     )
 
@@ -189,9 +186,8 @@ class EntropyPolicy(Section):
         20,
         ge=1,
         le=1000,
-        description="EAT rule: samples before the rule may fire. The variance starts at 0 without bias correction, so "
-        "it is meaningful only after about 4 / ema_alpha samples.",
-        advice="Keep it near 4 / ema_alpha.",
+        description="EAT rule: samples before the rule may fire.",
+        advice="Keep it near 4 / ema_alpha, because the variance starts at 0.",
     )
     eat_ema_variance_threshold: Amount = field(
         1e-4,
@@ -226,8 +222,7 @@ class EntropyPolicy(Section):
         ge=0,
         le=10_000,
         description="Milliseconds for which a probed request waits at most for the decision from its probe, or four "
-        "steps if those take longer, so that thinking ends where EAT was measured; 0 lets the request think on. In "
-        "shadow no request waits.",
+        "steps if those take longer, so that thinking ends where EAT was measured. In shadow no request waits.",
         advice="Raise it above the round trip of reports; set it to 0 if ending a few tokens late does no harm.",
     )
     rank_conditions: tuple[RankCondition, ...] = field(
@@ -254,9 +249,8 @@ class EntropyPolicy(Section):
         0.02,
         ge=0,
         le=0.5,
-        description="Share of requests, a fraction, in the control group, which nothing in the policy shortens: "
-        "neither entropy rules, soft close, loop rules, budgets and pressure nor a cap below the default. A hash of "
-        "the request id chooses them. 0 switches the control group off, and no harm is measured.",
+        description="Share of requests, a fraction, in the control group, which nothing in the policy shortens. 0 "
+        "switches it off, and no harm is measured.",
         advice="Raise it to measure savings and harm sooner; set it to 0 if every request must be shortened.",
         new=True,
     )
@@ -264,9 +258,8 @@ class EntropyPolicy(Section):
         0.01,
         gt=0,
         le=1,
-        description="Largest share of requests, a fraction, whose answer one kind of shortening may change: the "
-        "entropy rules, soft close, caps, loop rules, a budget or a pressure entry. If the control group shows more "
-        "harm, the control plane withdraws this kind. 1 switches this off.",
+        description="Largest share of requests, a fraction, whose answer one kind of shortening may change. If the "
+        "control group shows more harm, the control plane withdraws this kind. 1 switches this off.",
         advice="Set it to the `--max-loss` of `meridianctl calibrate`; raise it if a budget may cost answers.",
         new=True,
     )
@@ -301,9 +294,8 @@ class EntropyPolicy(Section):
     )
     self_calibration: bool = field(
         False,
-        description="Let the control plane find an EAT rule for each model and SLO class by itself from requests "
-        "that nothing shortens, put it in force if its loss is proved to be at most max_loss, and withdraw it if that "
-        "changes.",
+        description="Let the control plane find an EAT rule for each model and SLO class by itself, put it in force "
+        "if its loss is proved to be at most max_loss, and withdraw it if that changes.",
         advice="Set it to true, also in an override for some classes, if nobody is to calibrate by hand.",
         new=True,
     )
@@ -336,9 +328,8 @@ class KvMemoryPolicy(Section):
     )
     keep_thinking_s: Count = field(
         0,
-        description="Seconds for which the KV blocks of a finished request whose thinking a later turn may repeat wait "
-        "for that turn, before they are reused first; each turn that repeats it begins the time anew. 0 keeps them for "
-        "as long as vLLM does.",
+        description="Seconds for which the KV blocks of thinking that a later turn may repeat wait for that turn, "
+        "before they are reused first. 0 keeps them for as long as vLLM does.",
         advice="Set it to the time after which a conversation has ended, such as 600, if kept thinking crowds other "
         "prompts out of the prefix cache.",
         new=True,
@@ -354,10 +345,9 @@ class TelemetryPolicy(Section):
         ge=0,
         le=1000,
         description="Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means "
-        "24 steps; up to 256 within half a second while no measured request thinks; 8, or up to 24 within 40 ms, if a "
-        "rule in force, a budget, pressure or an extension may end thinking or change a cap; 1 if the strategy is "
-        "deadline, if a rule reads ranks at sentence ends, or if probes without a hold may be less than 8 tokens "
-        "apart.",
+        "24 steps; up to 256 within half a second while no measured request thinks; 8, or up to 24 within 40 ms, if "
+        "something in force may end thinking or change a cap; 1 if the strategy is deadline, if a rule reads ranks at "
+        "sentence ends, or if probes without a hold may be less than 8 tokens apart.",
         advice="Leave it at 0; raise it if the control plane has too little processor time.",
     )
     decision_log_sample_ratio: float = field(
@@ -371,10 +361,9 @@ class TelemetryPolicy(Section):
         0.05,
         ge=0,
         le=1,
-        description="Share of requests, a fraction, that are measured and probed while no rule in force reads signals. "
-        "A hash of the id chooses them. While nothing shortens thinking and `entropy.self_calibration` is off, it "
-        "chooses clusters of up to 64 requests in a row, and of no more than are live, so that most steps measure "
-        "none. A recording for `meridianctl calibrate` contains the signals of these requests only.",
+        description="Share of requests, a fraction, that are measured and probed while no rule in force reads signals; "
+        "while nothing shortens thinking and `entropy.self_calibration` is off, in clusters of up to 64 requests in a "
+        "row. A recording contains the signals of these requests only.",
         advice="Set it to 1 for a recording, or if you want each request's signals in `meridianctl explain`; each "
         "measured request costs processor time and probes.",
         new=True,

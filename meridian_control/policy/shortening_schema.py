@@ -62,8 +62,8 @@ MinThinkTokens = Annotated[
     Count,
     field(
         description="Floor of the entry: thinking tokens before which no stage ends thinking, and the cap of stage "
-        "floor. It may not exceed max_think_tokens. 0 means that no cap falls below max_think_tokens, and that soft "
-        "close begins no earlier than soft_think_tokens, or max_think_tokens if that is less.",
+        "floor. It may not exceed max_think_tokens. 0 means max_think_tokens, and for soft close soft_think_tokens if "
+        "that is less.",
         advice="Leave it at 0 unless the control group has shown that shorter thinking still gives right answers.",
         new=True,
     ),
@@ -114,7 +114,7 @@ class BudgetPolicy(Section):
         description="Thinking tokens that the limit per minute may save up and spend at once; 0 means those of one "
         "minute.",
         advice="Raise it if load comes in bursts that are longer than a minute. Keep it well above what the limit "
-        "regains in ten seconds, because usage differs from second to second.",
+        "regains in ten seconds.",
     )
     tokens_per_day: Tokens = field(
         0,
@@ -161,29 +161,27 @@ class PressurePolicy(Section):
     effort: EffortGlob = field("", advice="Set it to spare requests of high effort.")
     output_itl_p99_ms: Milliseconds = field(
         0.0,
-        description="Target for the 99th percentile of output ITL in milliseconds; 0 sets none.",
+        description="Target for the P99 of output ITL in milliseconds; 0 sets none.",
         advice="Set it to what readers notice, for example 100.",
     )
     ttot_p99_ms: Milliseconds = field(
         0.0,
-        description="Target for the 99th percentile of TTOT in milliseconds; 0 sets none.",
+        description="Target for the P99 of TTOT in milliseconds; 0 sets none.",
         advice="Set it if answers must follow the end of thinking at once, for example 250.",
     )
     ttft_p99_ms: Milliseconds = field(
         0.0,
-        description="Target for the 99th percentile of TTFT in milliseconds, which contains queueing time; 0 sets "
-        "none.",
+        description="Target for the P99 of TTFT in milliseconds, which contains queueing time; 0 sets none.",
         advice="Set it if requests wait in the queue while the engine thinks.",
     )
     ttfvt_p99_ms: Milliseconds = field(
         0.0,
-        description="Target for the 99th percentile of TTFVT in milliseconds, which contains queue and thinking; 0 "
-        "sets none.",
+        description="Target for the P99 of TTFVT in milliseconds, which contains queue and thinking; 0 sets none.",
         advice="Set it to how long users wait for an answer.",
     )
     queueing_p99_ms: Milliseconds = field(
         0.0,
-        description="Target for the 99th percentile of queueing time in milliseconds; 0 sets none.",
+        description="Target for the P99 of queueing time in milliseconds; 0 sets none.",
         advice="Set it if requests wait for others to end, however long their prompts are.",
         new=True,
     )

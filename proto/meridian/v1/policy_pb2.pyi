@@ -681,16 +681,15 @@ class SchedulerPolicy(_message.Message):
     """
     output_tpot_budget_ms: _builtins.float
     """Target for the step time in milliseconds while answers stream; thinking sequences are left out only if steps exceed
-    it. 0 means 1.75 times the duration of a step of all running sequences, so that only prompts are held back,
-    and these only on engines whose requests think.
+    it. 0 means 1.75 times the duration of a step of all running sequences, so that only prompts are held back.
     """
     think_batch_multiplier: _builtins.float
     """Thinking sequences per answering sequence that may join a step while answers stream and steps exceed the output
     budget.
     """
     min_think_tokens: _builtins.int
-    """Thinking tokens before which no entropy rule ends thinking, and no budget or pressure either. The floor may not
-    exceed the hard cap; if only a lower cap is set, the floor is lowered to the cap.
+    """Thinking tokens before which no entropy rule, budget or pressure ends thinking. If only a cap below it is set, the
+    floor is lowered to the cap.
     """
     max_think_tokens: _builtins.int
     """Hard cap on a request's thinking, in tokens, which the agent itself enforces."""
@@ -702,12 +701,11 @@ class SchedulerPolicy(_message.Message):
     """Soft close: highest rank of the end marker at which thinking ends."""
     empty_answer_extension_tokens: _builtins.int
     """Thinking tokens added once to the cap of a request whose answer would be empty if thinking ended; no rule but that
-    on loops, which come to no answer, ends the request's thinking while its answer would be empty. 0 switches the
-    extension off.
+    on loops ends its thinking while its answer would be empty. 0 switches both off.
     """
     strategy: _builtins.str
     """The most urgent requests: answering ones (output_first), those nearest to missing their budget (deadline), or
-    thinking ones, with answers paced at their budget (reasoning_first); stock keeps vLLM's order.
+    thinking ones (reasoning_first); stock keeps vLLM's order.
     """
     min_prefill_tokens: _builtins.int
     """Prompt tokens that may join a step while answers stream even if the output budget leaves less room; 0 means twice
@@ -721,15 +719,14 @@ class SchedulerPolicy(_message.Message):
     """
     answer_reserve_tokens: _builtins.int
     """Answer reserve: thinking ends early enough that at least this many tokens of the request's max_tokens and of the
-    model's context are left for the answer, but at most a quarter of them, and none if the request goes on with the
-    thinking of an earlier one; a model that stops while it thinks ends its thinking and answers; 0 reserves none, and
-    lets the model stop.
+    model's context are left for the answer, but at most a quarter of them; a model that stops while it thinks ends its
+    thinking and answers; 0 reserves none, and lets the model stop.
     """
     answer_reserve_for: _builtins.str
     """The requests that have an answer reserve: those that vLLM renders from a chat (chat), or completions, too (all)."""
     answer_only_stops: _builtins.str
-    """The requests whose stop strings and stop tokens end answers only and sleep while the model thinks: none, those that
-    vLLM renders from a chat (chat), or completions, too (all). A request may say otherwise for itself.
+    """The requests whose stop strings and stop tokens end answers only: none, those that vLLM renders from a chat (chat),
+    or completions, too (all). A request may say otherwise for itself.
     """
     calibrated_cap_tokens: _builtins.int
     """Smallest cap, in thinking tokens, whose loss calibration found to be small enough; 0 if it is not known. `policy
@@ -889,30 +886,26 @@ class EntropyPolicy(_message.Message):
     eat_probe_placement: _builtins.str
     """Place of a probe that is due: at once (anywhere), or when the next sentence or paragraph ends."""
     eat_warmup_samples: _builtins.int
-    """EAT rule: samples before the rule may fire. The variance starts at 0 without bias correction, so it is meaningful
-    only after about 4 / ema_alpha samples.
-    """
+    """EAT rule: samples before the rule may fire."""
     eat_probe_max_rank: _builtins.int
     """Gate: a probe is requested only after a sentence end where the end marker's rank is at most this value, and is then
     placed at once; 0 switches the gate off.
     """
     eat_hold_ms: _builtins.int
     """Milliseconds for which a probed request waits at most for the decision from its probe, or four steps if those take
-    longer, so that thinking ends where EAT was measured; 0 lets the request think on. In shadow no request waits.
+    longer, so that thinking ends where EAT was measured. In shadow no request waits.
     """
     lease_ms: _builtins.int
     """Milliseconds for which this section's decisions, its caps included, stay in force without an answer from the
     control plane, so that an experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
     holdout_share: _builtins.float
-    """Share of requests, a fraction, in the control group, which nothing in the policy shortens: neither entropy rules,
-    soft close, loop rules, budgets and pressure nor a cap below the default. A hash of the request id chooses them. 0
-    switches the control group off, and no harm is measured.
+    """Share of requests, a fraction, in the control group, which nothing in the policy shortens. 0 switches it off, and
+    no harm is measured.
     """
     max_loss: _builtins.float
-    """Largest share of requests, a fraction, whose answer one kind of shortening may change: the entropy rules, soft
-    close, caps, loop rules, a budget or a pressure entry. If the control group shows more harm, the control plane
-    withdraws this kind. 1 switches this off.
+    """Largest share of requests, a fraction, whose answer one kind of shortening may change. If the control group shows
+    more harm, the control plane withdraws this kind. 1 switches this off.
     """
     confirm_sentence_ends: _builtins.int
     """Number of sentence ends in a row at which the rank or RPDI rule must be met before it ends thinking; for the EAT
@@ -927,8 +920,8 @@ class EntropyPolicy(_message.Message):
     give_up_shadow: _builtins.bool
     """Only count the give-up rule's decisions, even while the section's other rules are in force."""
     self_calibration: _builtins.bool
-    """Let the control plane find an EAT rule for each model and SLO class by itself from requests that nothing shortens,
-    put it in force if its loss is proved to be at most max_loss, and withdraw it if that changes.
+    """Let the control plane find an EAT rule for each model and SLO class by itself, put it in force if its loss is
+    proved to be at most max_loss, and withdraw it if that changes.
     """
     @_builtins.property
     def rank_conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankCondition]:
@@ -942,16 +935,11 @@ class EntropyPolicy(_message.Message):
 
     @_builtins.property
     def rank_reference(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalBin]:
-        """Distribution of the end marker's rank on the requests of the calibration: of each request, the value at the first
-        sentence end from the floor on. If live requests leave it, the control plane puts the section into shadow; empty
-        switches this off.
-        """
+        """As eat_reference, of the end marker's rank at the first sentence end from the floor on."""
 
     @_builtins.property
     def rpdi_reference(self) -> _containers.RepeatedCompositeFieldContainer[Global___SignalBin]:
-        """Distribution of RPDI on the requests of the calibration: of each request, the value at the first sentence end from
-        the floor on. If live requests leave it, the control plane puts the section into shadow; empty switches this off.
-        """
+        """As eat_reference, of RPDI at the first sentence end from the floor on."""
 
     def __init__(
         self,
@@ -1620,9 +1608,8 @@ class KvMemoryPolicy(_message.Message):
     control plane, so that an experiment ends with the control plane; 0 means that only fallback.lease_ms counts.
     """
     keep_thinking_s: _builtins.int
-    """Seconds for which the KV blocks of a finished request whose thinking a later turn may repeat wait for that turn,
-    before they are reused first; each turn that repeats it begins the time anew. 0 keeps them for as long as vLLM
-    does.
+    """Seconds for which the KV blocks of thinking that a later turn may repeat wait for that turn, before they are reused
+    first. 0 keeps them for as long as vLLM does.
     """
     def __init__(
         self,
@@ -1744,17 +1731,16 @@ class TelemetryPolicy(_message.Message):
     SHADOW_SAMPLE_RATIO_FIELD_NUMBER: _builtins.int
     report_interval_steps: _builtins.int
     """Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means 24 steps; up to
-    256 within half a second while no measured request thinks; 8, or up to 24 within 40 ms, if a rule in force, a
-    budget, pressure or an extension may end thinking or change a cap; 1 if the strategy is deadline, if a rule reads
-    ranks at sentence ends, or if probes without a hold may be less than 8 tokens apart.
+    256 within half a second while no measured request thinks; 8, or up to 24 within 40 ms, if something in force may
+    end thinking or change a cap; 1 if the strategy is deadline, if a rule reads ranks at sentence ends, or if probes
+    without a hold may be less than 8 tokens apart.
     """
     decision_log_sample_ratio: _builtins.float
     """Share of requests, a fraction, whose life the decision log keeps; a hash of the id chooses them."""
     shadow_sample_ratio: _builtins.float
-    """Share of requests, a fraction, that are measured and probed while no rule in force reads signals. A hash of the id
-    chooses them. While nothing shortens thinking and `entropy.self_calibration` is off, it chooses clusters of up to 64
-    requests in a row, and of no more than are live, so that most steps measure none. A recording for `meridianctl
-    calibrate` contains the signals of these requests only.
+    """Share of requests, a fraction, that are measured and probed while no rule in force reads signals; while nothing
+    shortens thinking and `entropy.self_calibration` is off, in clusters of up to 64 requests in a row. A recording
+    contains the signals of these requests only.
     """
     def __init__(
         self,
@@ -1794,17 +1780,11 @@ class EnginePolicy(_message.Message):
     MAX_NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _builtins.int
     LONG_PREFILL_TOKEN_THRESHOLD_FIELD_NUMBER: _builtins.int
     max_num_active_seqs: _builtins.int
-    """Most requests that an engine runs at once, up to its max_num_seqs; 0 means the engine's start-up value. If more
-    requests run already, they go on, and no other joins until they are fewer.
-    """
+    """Most requests that an engine runs at once; 0 means the engine's start-up value."""
     max_num_scheduled_tokens: _builtins.int
-    """Most tokens that an engine schedules in a step, up to its start-up value and not below one token, with its drafts,
-    for each of its max_num_seqs; 0 means the engine's start-up value.
-    """
+    """Most tokens that an engine schedules in a step; 0 means the engine's start-up value."""
     long_prefill_token_threshold: _builtins.int
-    """Most tokens of one prompt in a step while other requests run or wait, from one KV block to the model's context,
-    where it limits nothing; 0 means the engine's start-up value.
-    """
+    """Most tokens of one prompt in a step while other requests run or wait; 0 means the engine's start-up value."""
     def __init__(
         self,
         *,
