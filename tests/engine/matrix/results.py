@@ -111,7 +111,7 @@ def _cell(chosen: Feature, column: str, run: Mapping[str, Saved], reasons: dict[
     most one build of a column."""
     builds = [build for build in chosen.builds if BUILDS[build].shown == column]
     if not builds:
-        return "–"
+        return ""
     (build,) = builds
     came: dict[str, list[str]] = {}
     for version, lines in run.items():
