@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # A package's folder, in a virtual environment or in the folder that the init container copies.
 PACKAGE = re.compile(r"(?:.*/site-packages|/agent)/([^/]+)")
 LIBRARY = re.compile(r"\.so(\.|$)")
-SHOWN = 12
+SHOWN = 6
 
 
 def files(root: Path) -> dict[str, int]:
@@ -56,7 +56,8 @@ def table(found: Mapping[str, int]) -> list[str]:
     shown = [name for name, _ in whole.most_common(SHOWN)]
     others = whole.keys() - set(shown)
     rows = [(name, whole[name], native[name]) for name in shown]
-    rows.append((f"{len(others)} others", sum(whole[n] for n in others), sum(native[n] for n in others)))
+    if others:
+        rows.append((f"{len(others)} others", sum(whole[n] for n in others), sum(native[n] for n in others)))
     rows.append(("**all**", whole.total(), native.total()))
     lines = [f"| {name} | {size / 1e6:.1f} | {libraries / 1e6:.1f} |" for name, size, libraries in rows]
     return ["| content | MB | of it native libraries |", "|---|---|---|", *lines]
