@@ -216,14 +216,14 @@ def page(found: dict[str, Any], name: str) -> str:
             for what, goal in found["goals"].items()
         ]
         lines += [""]
-    said = ""
+    shared = ""
     for title, table in found["tables"].items():
         lines += [f"## {title}", ""]
         text = f"This was measured on {table['measured']}. {table['text']}".strip()
         # What several tables of one run have in common stands above the first of them.
-        lines += [] if text == said else [text, ""]
+        lines += [] if text == shared else [text, ""]
         lines += _tables(title, table)
-        said = text
+        shared = text
     return "\n".join(lines)
 
 
