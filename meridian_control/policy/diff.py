@@ -1,13 +1,15 @@
 """Compares two policies field by field, and explains the source of each value.
 
 The module owns a policy's flat form (dotted path to value) and the spelling of values. The module knows nothing of
-engines, storage or gRPC. The module's functions are pure and may run on any thread.
+engines or storage. The module's functions are pure and may run on any thread.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+from meridian.v1 import policy_pb2
 
 from meridian_control.policy.engine_schema import ModelPolicy
 from meridian_control.policy.model import IN_OVERRIDES, Policy, Who, matches_globs
@@ -16,22 +18,6 @@ from meridian_control.policy.validation_errors import dotted, quoted
 
 DEFAULT, POLICY, REQUEST = "default", "policy", "request"
 FLOOR, CAP = "scheduler.min_think_tokens", "scheduler.max_think_tokens"
-
-
-class FieldChange(NamedTuple):
-    """One field that differs. Values are spelled as in TOML, and are empty if the field is not set."""
-
-    path: str
-    before: str
-    after: str
-
-
-class Explained(NamedTuple):
-    """A field's value in force and its source: default, policy, `override[i]` or request."""
-
-    path: str
-    value: str
-    origin: str
 
 
 @dataclass(frozen=True)
@@ -49,16 +35,16 @@ class Subject:
     revision: int = 0
 
 
-def diff(before: Policy, after: Policy) -> list[FieldChange]:
-    """Return the fields in which two policies differ. A model's default value counts as not set."""
+def diff(before: Policy, after: Policy) -> list[policy_pb2.PolicyChange]:
+    """Return the fields in which two policies differ. Values are empty if the field is not set, as a model's default
+    value is not."""
     old, new = _flat(before), _flat(after)
     differing = (path for path in old | new if old.get(path) != new.get(path))
-    return [
-        FieldChange(path, *(spelled(side[path]) if path in side else "" for side in (old, new))) for path in differing
-    ]
+    values = ((path, *(spelled(side[path]) if path in side else "" for side in (old, new))) for path in differing)
+    return [policy_pb2.PolicyChange(path=path, before=was, after=now) for path, was, now in values]
 
 
-def explain(policy: Policy, subject: Subject) -> list[Explained]:
+def explain(policy: Policy, subject: Subject) -> list[policy_pb2.ExplainedValue]:
     """Return every field's value for one engine or request, as `Policy.of` and the request's own limits give it, with
     the fields of the budgets and pressure entries that match the request."""
     holds = policy.of(subject.who)
@@ -83,7 +69,9 @@ def explain(policy: Policy, subject: Subject) -> list[Explained]:
         if matches_globs(entry, subject.who):
             entry_values = _shortener_values(kind, index, entry)
             values, origins = values | entry_values, origins | dict.fromkeys(entry_values, POLICY)
-    return [Explained(path, spelled(value), origins[path]) for path, value in values.items()]
+    return [
+        policy_pb2.ExplainedValue(path=path, value=spelled(value), origin=origins[path]) for path, value in values.items()
+    ]
 
 
 def spelled(value: Any) -> str:

@@ -6,7 +6,7 @@ All methods run on the gRPC server's event loop.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from meridian.v1 import policy_pb2, policy_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest, NotFound, StoredPolicyUnreadable
 from meridian_control.common.paging import checked
-from meridian_control.policy.diff import FieldChange, Subject, diff, explain
+from meridian_control.policy.diff import Subject, diff, explain
 from meridian_control.policy.formats import from_proto, to_proto
 from meridian_control.policy.model import Policy, Who
 from meridian_control.policy.shortening_kinds import warnings
@@ -69,7 +69,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             raise InvalidRequest("policy", "must be set")
         stored, changes = await self._put(from_proto(request.policy), request, request.reason)
         return policy_pb2.UpdatePolicyResponse(
-            revision=_to_message(stored), changes=change_messages(changes), warnings=warnings(stored.policy)
+            revision=_to_message(stored), changes=changes, warnings=warnings(stored.policy)
         )
 
     async def RollbackPolicy(  # noqa: N802
@@ -81,7 +81,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         reason = request.reason or f"rollback to revision {request.revision}"
         stored, changes = await self._put(wanted.policy, request, reason)
         return policy_pb2.RollbackPolicyResponse(
-            revision=_to_message(stored), changes=change_messages(changes), warnings=warnings(stored.policy)
+            revision=_to_message(stored), changes=changes, warnings=warnings(stored.policy)
         )
 
     async def ListRevisions(  # noqa: N802
@@ -100,7 +100,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         number = request.before or after.revision - 1
         before = (await self._store.get(number)).policy if number else Policy()
         changes = diff(before, after.policy)
-        return policy_pb2.DiffPoliciesResponse(before=number, after=after.revision, changes=change_messages(changes))
+        return policy_pb2.DiffPoliciesResponse(before=number, after=after.revision, changes=changes)
 
     async def ExplainPolicy(  # noqa: N802
         self, request: policy_pb2.ExplainPolicyRequest, context: Context
@@ -114,8 +114,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
                     raise
                 return await self._elsewhere(request, unknown)
         stored = await self._stored(request.revision or (subject.revision if subject else 0))
-        rows = explain(stored.policy, _subject(request, subject))
-        values = [policy_pb2.ExplainedValue(path=row.path, value=row.value, origin=row.origin) for row in rows]
+        values = explain(stored.policy, _subject(request, subject))
         return policy_pb2.ExplainPolicyResponse(revision=stored.revision, values=values)
 
     async def _stored(self, revision: int) -> StoredRevision:
@@ -125,7 +124,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             raise NotFound("no policy is stored yet")
         return stored
 
-    async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[FieldChange]]:
+    async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[policy_pb2.PolicyChange]]:
         """Store a policy and return the revision and its changes; with validate_only, only make the checks."""
         check_texts(request)
         stored: StoredRevision | None
@@ -178,10 +177,6 @@ def _subject(request: policy_pb2.ExplainPolicyRequest, live: Subject | None) -> 
     if live is None:
         return Subject(who, who.model)
     return Subject(who, live.served_model, live.own_floor_tokens, live.own_cap_tokens)
-
-
-def change_messages(changes: Iterable[FieldChange]) -> list[policy_pb2.PolicyChange]:
-    return [policy_pb2.PolicyChange(path=c.path, before=c.before, after=c.after) for c in changes]
 
 
 def _to_message(stored: StoredRevision) -> policy_pb2.PolicyRevision:

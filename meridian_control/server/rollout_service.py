@@ -21,7 +21,7 @@ from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, Rollout
 from meridian_control.server.audit_log import before_etag
 from meridian_control.server.interceptor import said_by
-from meridian_control.server.policy_service import change_messages, check_texts
+from meridian_control.server.policy_service import check_texts
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -75,7 +75,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         before_etag.set(before.etag)
         return rollout_pb2.StartRolloutResponse(
             rollout=rollout.message(),
-            changes=change_messages(diff(before.policy, policy)),
+            changes=diff(before.policy, policy),
             warnings=[*await self._warnings(rollout), *warnings(policy)],
         )
 
