@@ -8,17 +8,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from grpc_health.v1._async import HealthServicer  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 from meridian.v1 import (
-    agent_pb2,
     agent_pb2_grpc,
-    audit_pb2,
     audit_pb2_grpc,
-    fleet_pb2,
     fleet_pb2_grpc,
-    freeze_pb2,
     freeze_pb2_grpc,
-    policy_pb2,
     policy_pb2_grpc,
-    rollout_pb2,
     rollout_pb2_grpc,
 )
 
@@ -64,14 +58,7 @@ SERVER_OPTIONS = [
     ("grpc.http2.bdp_probe", 0),
     ("grpc.so_reuseport", 0),
 ]
-SERVICES = (
-    agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
-    policy_pb2.DESCRIPTOR.services_by_name["PolicyService"].full_name,
-    fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name,
-    audit_pb2.DESCRIPTOR.services_by_name["AuditService"].full_name,
-    freeze_pb2.DESCRIPTOR.services_by_name["FreezeService"].full_name,
-    rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,
-)
+SERVICES = tuple(f"meridian.v1.{name}Service" for name in ("Agent", "Policy", "Fleet", "Audit", "Freeze", "Rollout"))
 
 
 class ControlServer:
@@ -117,10 +104,7 @@ class ControlServer:
         """Serve gRPC health alone and without TLS, for probes that do not support TLS. Raises OSError."""
         self._probed = grpc_server.server([("grpc.so_reuseport", 0)], [self.gate])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
-        try:
-            self._probed.add_insecure_port(listen)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {listen}: {str(error).partition(';')[0]}") from error
+        _bind(self._probed, listen)
         await self._probed.start()
 
     async def start(self, listen: str, tls: grpc.ServerCredentials | None = None, health: str = "") -> int:
@@ -130,10 +114,7 @@ class ControlServer:
         """
         if health:
             await self._serve_health(health)
-        try:
-            port: int = self._server.add_secure_port(listen, tls) if tls else self._server.add_insecure_port(listen)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {listen}: {str(error).partition(';')[0]}") from error
+        port = _bind(self._server, listen, tls)
         await self._server.start()
         for name in ("", *SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -150,3 +131,11 @@ class ControlServer:
         self.gate.faults.summarise()
         if self._probed is not None:
             await self._probed.stop(None)
+
+
+def _bind(server: grpc.aio.Server, listen: str, tls: grpc.ServerCredentials | None = None) -> int:
+    """Let a server listen on an address and return the port. Raises OSError."""
+    try:
+        return server.add_secure_port(listen, tls) if tls else server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {listen}: {str(error).partition(';')[0]}") from error
