@@ -25,10 +25,9 @@ from meridian_control.fleet.memory import STEP_BYTES, Account, Memory
 from meridian_control.fleet.part import FleetPart, each
 from meridian_control.fleet.policy_delivery import PolicyDelivery
 from meridian_control.fleet.recording import Recording, Recordings
-from meridian_control.fleet.status_messages import engine_view
 from meridian_control.fleet.trace_records import hello_record, records_at_start
 from meridian_control.fleet.turns import LoopDelay, Tasks, Turns, in_turns
-from meridian_control.fleet.views import Views
+from meridian_control.fleet.views import Views, engine_view
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 

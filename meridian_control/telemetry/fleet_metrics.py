@@ -20,7 +20,7 @@ from meridian_control import __version__
 from meridian_control.common import enum_names
 from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.fleet.part import answer_of, each
-from meridian_control.fleet.status_messages import engine_limits
+from meridian_control.fleet.views import engine_limits
 from meridian_control.fleet.turns import in_turns
 from meridian_control.rollout.state import State
 from meridian_control.telemetry.catalogue import catalogue

@@ -6,7 +6,7 @@ from typing import Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.fleet.status_messages import engine_limits
+from meridian_control.fleet.views import engine_limits
 from tests.fakes.tables import policy
 from tests.unit.sessions import Stream, freezes, stream, thaws
 

@@ -15,7 +15,7 @@ from meridian_control.engine.session import ACK_INTERVAL_S
 from meridian_control.engine.think_ends import LONG_ANSWER, MIN_ANSWERS
 from meridian_control.engine.token_rows import FLAG_END, FLAG_MARKER
 from meridian_control.engine.totals import Totals
-from meridian_control.fleet.status_messages import each_request_view
+from meridian_control.fleet.views import each_request_view
 from tests.fakes.agent import Script
 from tests.fakes.engine import START, TEXT
 from tests.fakes.parts import engine_view

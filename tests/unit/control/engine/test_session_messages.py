@@ -21,7 +21,7 @@ from meridian_control.engine.request_table import THINK
 from meridian_control.engine.session import Session
 from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.engine.token_rows import MAX_ROWS_PER_SLOT
-from meridian_control.fleet.status_messages import each_request_view
+from meridian_control.fleet.views import each_request_view
 from tests.fakes.agent import hello
 from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy, tokens

@@ -10,7 +10,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.slices import at_once
-from meridian_control.fleet.status_messages import each_request_view
+from meridian_control.fleet.views import each_request_view
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, Stream, opens, play, stream
 

@@ -16,7 +16,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_control.cli.explain import _heading
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.common.slices import SLICE_ROWS, at_once
-from meridian_control.fleet.status_messages import each_request_view
+from meridian_control.fleet.views import each_request_view
 from meridian_control.journal.log import LIFE_EVENTS, DecisionLog
 from meridian_control.journal.messages import explain_request, list_decisions, newest_life, page_of
 from meridian_control.journal.records import Decision
