@@ -17,8 +17,7 @@ from meridian_control.common.errors import TooMany
 from meridian_control.engine.part import having
 from meridian_control.engine.session import Session
 from meridian_control.engine.totals import Totals
-from meridian_control.fleet.connection import Connection
-from meridian_control.fleet.connections import Connections
+from meridian_control.fleet.connection import Connection, Connections
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.freeze_delivery import FreezeDelivery
 from meridian_control.fleet.memory import STEP_BYTES, Account, Memory

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.engine.session import Session
-    from meridian_control.fleet.connections import Connections
+    from meridian_control.fleet.connection import Connections
     from meridian_control.fleet.departed import Departed
 
 # Fields of an engine that its agent's Hello has under the same name.

@@ -9,7 +9,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.handover.pool import HandoverPool
 from meridian_control.capabilities.listed import CAPABILITIES
-from meridian_control.fleet.connections import Connections
+from meridian_control.fleet.connection import Connections
 from meridian_control.fleet.fleet import Fleet
 from tests.fakes.control import utc_now
 from tests.unit.control.capabilities.handover.engines import disagg, hello
