@@ -23,7 +23,7 @@ from meridian_control.fleet.part import Beside, keep_ticking
 from meridian_control.fleet.peers import Peers
 from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy.directory import PolicyDirectory
-from meridian_control.policy.initial import initial_policy
+from meridian_control.policy.directory import initial_policy
 from meridian_control.policy.store import PolicyStore
 from meridian_control.rollout.driver import Rollouts
 from meridian_control.rollout.store import RolloutStore

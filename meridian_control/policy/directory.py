@@ -1,4 +1,5 @@
-"""Puts the policy of a mounted directory, for example of a ConfigMap, in force whenever its meridian.toml changes.
+"""Finds the policy with which a control plane starts, and puts that of a mounted directory, for example of a ConfigMap,
+in force whenever its meridian.toml changes.
 
 The module decides when the file is read, and stores its changes as revisions. A file that cannot be used changes
 nothing. The module runs on the control plane's event loop; the file watcher has its own thread.
@@ -23,6 +24,7 @@ from meridian_control.common.errors import (
 )
 from meridian_control.common.reloading_file import stamp
 from meridian_control.policy import formats as forms
+from meridian_control.policy.model import Policy
 from meridian_control.policy.shortening_kinds import warnings
 from meridian_control.policy.store import EMPTY_ETAG
 
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from datetime import datetime
     from pathlib import Path
 
-    from meridian_control.policy.model import Policy
     from meridian_control.policy.store import PolicyStore, StoredRevision
 
 logger = logging.getLogger(__name__)
@@ -135,3 +136,28 @@ class PolicyDirectory:
             self._refused = refused
             self._complaints.over()
         self._complaints.log(error, self.file)
+
+
+async def initial_policy(store: PolicyStore, path: Path | None, now: datetime) -> StoredRevision:
+    """Return the policy in force; an empty store gets the policy of the file first, or the defaults without a file.
+
+    Raises PolicyError if `path` is not a file, and with an empty store for any error of the file.
+    """
+    file = forms.find(path)
+    source = str(file) if file is not None else "defaults"
+    current = await store.current()
+    while current is None:
+        wanted = forms.load_config(file) if file is not None else Policy()
+        # If several replicas start at once, one of them stores the policy and the others get EtagMismatch.
+        with suppress(EtagMismatch):
+            await store.append(wanted, etag=EMPTY_ETAG, author=AUTHOR, reason=source, now=now)
+        current = await store.current()
+    try:
+        if file is None or current.policy == forms.load_config(file):
+            return current
+        why = f" {file}: apply the file with meridianctl"
+    except PolicyError as error:
+        why = f": {'; '.join(str(error).splitlines())}"
+    text = "revision %d of the store stays in force, not the policy file%s"
+    logging.getLogger("meridian_control").warning(text, current.revision, why)
+    return current

@@ -160,6 +160,28 @@ def to_values(policy: Policy) -> dict[str, Any]:
     return policy.model_dump(mode="json", exclude_none=True)
 
 
+def check_extensions(policy: Policy, schemas: Mapping[str, type[Section]]) -> None:
+    """Raise PolicyError if an extension is not among the schemas, by name, or does not fit its schema."""
+    violations = []
+    for name in policy.extension:
+        path = dotted(("extension", name))
+        if (schema := schemas.get(name)) is None:
+            violations.append(Violation(path, "is no capability of this control plane"))
+            continue
+        try:
+            extension(policy, name, schema)
+        except ValidationError as error:
+            broken = (violation(schema, details) for details in error.errors())
+            violations += [replace(one, path=f"{path}.{one.path}") for one in broken]
+    if violations:
+        raise PolicyError(violations)
+
+
+def extension(policy: Policy, name: str, schema: type[Schema]) -> Schema:
+    """Return the section `extension.NAME` of a policy, with defaults for absent fields."""
+    return schema.model_validate(policy.extension.get(name, {}))
+
+
 def find(explicit: Path | None) -> Path | None:
     """Return the policy file to use: `explicit`, else ./meridian.toml, else the user's file; None if none exists.
 

@@ -28,8 +28,7 @@ from meridian_control.common.errors import (
     RolloutActive,
     StoredPolicyUnreadable,
 )
-from meridian_control.policy import extensions as sections
-from meridian_control.policy.formats import parse_stored_toml, parse_values, to_stored_toml, to_values
+from meridian_control.policy.formats import check_extensions, parse_stored_toml, parse_values, to_stored_toml, to_values
 from meridian_control.policy.model import Policy
 from meridian_control.policy.section import Section
 from meridian_control.storage.database import Database, utc
@@ -154,7 +153,7 @@ class PolicyStore:
         """Raise PolicyError for a policy that could not be read again once it is stored, as one may be that was made
         from another policy, and if no capability reads an extension of it."""
         parse_values(to_values(policy))
-        sections.check(policy, self.extensions)
+        check_extensions(policy, self.extensions)
 
     def _stored(self, row: Row[Any]) -> StoredRevision:
         """Return the revision of a row. Raises StoredPolicyUnreadable."""

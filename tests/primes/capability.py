@@ -9,7 +9,7 @@ from pydantic import Field
 
 from meridian_control.common.metric_entry import counter
 from meridian_control.engine.part import Capability, Part
-from meridian_control.policy.extensions import extension
+from meridian_control.policy.formats import extension
 from meridian_control.policy.section import Section
 
 if TYPE_CHECKING:

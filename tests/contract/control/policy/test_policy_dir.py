@@ -13,9 +13,8 @@ import pytest
 
 from meridian_control.common.errors import PolicyError, StoreUnavailable
 from meridian_control.policy import directory as policy_dir
-from meridian_control.policy.directory import AUTHOR, PolicyDirectory
+from meridian_control.policy.directory import AUTHOR, PolicyDirectory, initial_policy
 from meridian_control.policy.formats import parse_toml
-from meridian_control.policy.initial import initial_policy
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.storage.database import Database
