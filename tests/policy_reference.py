@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 from meridian_control.policy.diff import spelled
 from meridian_control.policy.disagg_schema import DisaggPolicy
 from meridian_control.policy.drift_schema import EatBin, SignalBin
-from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
-from meridian_control.policy.gateway_schema import GatewayPolicy
-from meridian_control.policy.loop_schema import LoopPolicy
 from meridian_control.policy.model import IN_OVERRIDES
-from meridian_control.policy.preemption_schema import PreemptionPolicy
 from meridian_control.policy.schema import (
+    EnginePolicy,
     EntropyPolicy,
     FallbackPolicy,
+    GatewayPolicy,
     KvMemoryPolicy,
+    LoopPolicy,
+    ModelPolicy,
+    PreemptionPolicy,
     RankCondition,
     SchedulerPolicy,
     TelemetryPolicy,

@@ -13,7 +13,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.opened_request import MAX_TEXT
 from meridian_control.policy import effects
 from meridian_control.policy import needed_capabilities as capabilities
-from meridian_control.policy.engine_schema import ModelPolicy
+from meridian_control.policy.schema import ModelPolicy
 
 if TYPE_CHECKING:
     from meridian_control.engine.totals import Totals

@@ -14,7 +14,7 @@ from rich.table import Table
 from meridian_control.common.inference import needed_to_prove
 from meridian_control.common.look import percent
 from meridian_control.policy import formats as forms
-from meridian_control.policy.engine_schema import ModelPolicy
+from meridian_control.policy.schema import ModelPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

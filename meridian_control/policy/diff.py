@@ -11,8 +11,8 @@ from typing import Any
 
 from meridian.v1 import policy_pb2
 
-from meridian_control.policy.engine_schema import ModelPolicy
 from meridian_control.policy.model import IN_OVERRIDES, Policy, Who, matches_globs
+from meridian_control.policy.schema import ModelPolicy
 from meridian_control.policy.shortening_schema import StagedEntry
 from meridian_control.policy.validation_errors import dotted, quoted
 
@@ -70,7 +70,8 @@ def explain(policy: Policy, subject: Subject) -> list[policy_pb2.ExplainedValue]
             entry_values = _shortener_values(kind, index, entry)
             values, origins = values | entry_values, origins | dict.fromkeys(entry_values, POLICY)
     return [
-        policy_pb2.ExplainedValue(path=path, value=spelled(value), origin=origins[path]) for path, value in values.items()
+        policy_pb2.ExplainedValue(path=path, value=spelled(value), origin=origins[path])
+        for path, value in values.items()
     ]
 
 

@@ -19,10 +19,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from meridian_control.policy.disagg_schema import DisaggPolicy
-from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
-from meridian_control.policy.gateway_schema import GatewayPolicy
-from meridian_control.policy.loop_schema import LoopPolicy
-from meridian_control.policy.preemption_schema import PreemptionPolicy
+from meridian_control.policy.schema import EnginePolicy, ModelPolicy
+from meridian_control.policy.schema import GatewayPolicy
+from meridian_control.policy.schema import LoopPolicy
+from meridian_control.policy.schema import PreemptionPolicy
 from meridian_control.policy.schema import (
     EntropyPolicy,
     FallbackPolicy,

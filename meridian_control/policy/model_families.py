@@ -9,8 +9,8 @@ from pathlib import Path
 
 import tomli_w
 
-from meridian_control.policy.engine_schema import ModelPolicy
 from meridian_control.policy.formats import parse_toml
+from meridian_control.policy.schema import ModelPolicy
 
 FILE = Path(__file__).with_name("model_families.toml")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
     from meridian_control.policy.disagg_schema import DisaggPolicy
-    from meridian_control.policy.loop_schema import LoopPolicy
+    from meridian_control.policy.schema import LoopPolicy
     from meridian_control.policy.model import Override, Policy
     from meridian_control.policy.schema import EntropyPolicy, KvMemoryPolicy, SchedulerPolicy
     from meridian_control.policy.shortening_schema import StagedEntry

@@ -15,11 +15,18 @@ from meridian_control.policy.section import (
     MIN_LEASE_MS,
     Amount,
     Count,
+    Glob,
     Positive,
     Section,
     SectionLease,
     field,
 )
+
+# Largest number of tokens in a marker; real markers are much shorter.
+MAX_MARKER_TOKENS = 64
+# Most globs of SLO classes; the agent compares a client's wish with each of them.
+MAX_CLASSES = 64
+TokenIds = Annotated[tuple[Count, ...], Field(max_length=MAX_MARKER_TOKENS)]
 
 
 class SchedulerPolicy(Section):
@@ -380,4 +387,158 @@ class FallbackPolicy(Section):
         description="Milliseconds for which decisions stay in force without an answer from the control plane; caps "
         "stay in force for good, unless scheduler.lease_ms is set.",
         advice="Keep it above the time that a restart of the control plane takes.",
+    )
+
+
+class LoopPolicy(Section):
+    """Ends thinking that repeats the same tokens, round after round. In shadow by default, like every rule that ends
+    thinking by itself."""
+
+    enabled: bool = field(
+        True,
+        description="Have agents look for cycles of up to 512 tokens in the thinking; false looks for none.",
+        advice="Set it to false to compare with thinking that may loop.",
+    )
+    shadow: bool = field(
+        True,
+        description="Make and count decisions, but do not end thinking.",
+        advice="Set it to false once `meridianctl shadow` shows that only real loops would end.",
+    )
+    min_rounds: int = field(
+        3,
+        ge=2,
+        le=1000,
+        description="Rounds of a cycle, the first one included, from which on thinking ends; min_tokens must be "
+        "reached too.",
+        advice="Raise it if legitimate text repeats long parts, such as equal rows of a table.",
+    )
+    min_tokens: int = field(
+        192,
+        ge=32,
+        le=2048,
+        description="Thinking tokens that repeat, the first round included, from which on thinking ends; min_rounds "
+        "must be reached too.",
+        advice="Raise it if legitimate text repeats short parts, such as rows of zeros.",
+    )
+
+
+class PreemptionPolicy(Section):
+    """Lets waiting requests preempt thinking ones that take all places or KV blocks of an engine. No request may before
+    the policy says so, and the section is in shadow by default ([how it
+    works](../capabilities/preemption/README.md))."""
+
+    shadow: bool = field(
+        True,
+        description="Make and count decisions, but preempt nothing.",
+        advice="Set it to false once `meridianctl decisions --kind preempt` shows the preemptions that you want.",
+    )
+    may_preempt: bool = field(
+        False,
+        description="Whether a waiting request may preempt thinking ones, if it finds no place among the running "
+        "requests or no KV blocks.",
+        advice="Set it to true in an override for the tenant or the SLO class of people who wait.",
+    )
+    max_prompt_tokens: Count = field(
+        0,
+        description="Most prompt tokens outside of the prefix cache with which a waiting request may preempt others, "
+        "so that short prompts may, and next turns of conversations whose beginning is cached; 0 means no limit.",
+        advice="Set it to a few hundred if long prompts of the same tenant can wait.",
+    )
+    preemptible_from_tokens: Count = field(
+        256,
+        description="Thinking tokens from which on a request may be preempted for others.",
+        advice="Set it to 1000000 in an override for tenants whose thinking must not be interrupted.",
+    )
+    max_preemptions: Positive = field(
+        3,
+        description="Number of preemptions of a request, those by vLLM itself included, after which it is not "
+        "preempted for others any more.",
+        advice="Lower it if thinking takes too long; raise it if waiting requests find nobody to preempt.",
+    )
+    recomputed_tokens_per_s: Positive = field(
+        1000,
+        description="Tokens per second that preempted requests of an engine may compute again. While they have "
+        "computed more, no request is preempted for others.",
+        advice="Set it to the share that you would give away of the prompt tokens per second that an engine computes.",
+    )
+    max_wait_ms: Positive = field(
+        10_000,
+        description="Milliseconds after which a preempted request comes before all waiting ones, and no other is "
+        "preempted until it runs again.",
+        advice="Lower it if preempted requests wait too long while many others preempt.",
+    )
+
+
+class GatewayPolicy(Section):
+    """Says what a client may choose on engines whose gateway names the tenant and the SLO class of requests
+    ([how](../capabilities/gateway/README.md)). On all other engines clients name both."""
+
+    client_slo_classes: Annotated[tuple[Glob, ...], Field(max_length=MAX_CLASSES)] = field(
+        (),
+        strict=False,
+        description="Globs of the SLO classes that a client may choose for its request, by `meridian_slo_class`, in "
+        "place of the gateway's.",
+        advice='List the classes that cost the client something, such as `["batch"]`; `["*"]` lets it choose any.',
+    )
+
+
+class ModelPolicy(Section):
+    """Tells an engine facts about one model that the engine cannot find out by itself."""
+
+    think_start_token_ids: TokenIds = field(
+        (),
+        strict=False,
+        description="Token ids that begin thinking; empty means those of the reasoning parser.",
+        advice="Set it only if `meridianctl engines` says that the markers are unknown.",
+    )
+    think_end_token_ids: TokenIds = field(
+        (),
+        strict=False,
+        description="Token ids that end thinking; empty means those of the reasoning parser.",
+        advice="Set it only if `meridianctl engines` says that the markers are unknown.",
+    )
+    reasoning_parser: str = field(
+        "",
+        max_length=256,
+        description="Name of the vLLM reasoning parser; empty means the engine's own parser.",
+        advice="Set it if vLLM was started without the model's parser.",
+    )
+    supports_think_disable: bool = field(
+        True,
+        description="Whether a closed think block at the end of the prompt means that the request does not think.",
+        advice="Set it to false for models that think in spite of a closed think block.",
+    )
+    closing_text: str = field(
+        "",
+        max_length=2000,
+        description="Text that a forced end writes before the end marker; the text counts as thinking.",
+        advice="Set it if answers go on thinking; see `meridianctl policy families`.",
+    )
+    eat_answer_prefix: str = field(
+        "",
+        max_length=2000,
+        description="Text that an EAT probe appends after the end marker, before the answer.",
+        advice="Use the words that precede the first meaningful token of your model's answers.",
+    )
+
+
+class EnginePolicy(Section):
+    """Changes limits of vLLM's scheduler while engines run. The fields are named after vLLM's options. The engine
+    bounds each value by what it was started with ([limits](policy.md#engine-limits))."""
+
+    max_num_active_seqs: Count = field(
+        0,
+        description="Most requests that an engine runs at once; 0 means the engine's start-up value.",
+        advice="Lower it to shorten steps if many requests run at once; the others wait.",
+    )
+    max_num_scheduled_tokens: Count = field(
+        0,
+        description="Most tokens that an engine schedules in a step; 0 means the engine's start-up value.",
+        advice="Lower it if prompts make steps too long, also while no answer streams.",
+    )
+    long_prefill_token_threshold: Count = field(
+        0,
+        description="Most tokens of one prompt in a step while other requests run or wait; 0 means the engine's "
+        "start-up value.",
+        advice="Set it if long prompts keep short ones waiting, for example to 2048.",
     )

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from meridian_control.policy.engine_schema import EnginePolicy
 from meridian_control.policy.model import PER_REQUEST, Policy
-from meridian_control.policy.schema import FallbackPolicy
+from meridian_control.policy.schema import EnginePolicy, FallbackPolicy
 from meridian_control.policy.section import INT32_MAX, Section
 
 if TYPE_CHECKING:

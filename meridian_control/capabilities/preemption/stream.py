@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meridian_control.engine.part import Stream, Turn
     from meridian_control.journal.records import Decision
     from meridian_control.policy.model import Policy
-    from meridian_control.policy.preemption_schema import PreemptionPolicy
+    from meridian_control.policy.schema import PreemptionPolicy
 
 PREEMPTED_FOR_TOTAL = "meridian_preempted_for_waiting_total"
 ENTRIES = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from meridian_agent.core.token_cycles import LOOK_TOKENS, TokenCycle, TokenTail
-from meridian_control.policy.loop_schema import LoopPolicy
+from meridian_control.policy.schema import LoopPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

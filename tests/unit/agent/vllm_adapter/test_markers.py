@@ -13,9 +13,9 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import Phase, PhaseState
-from meridian_control.policy.engine_schema import ModelPolicy
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model_families import model_families
+from meridian_control.policy.schema import ModelPolicy
 from tests import parsers
 
 if TYPE_CHECKING:

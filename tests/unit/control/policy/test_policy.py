@@ -18,7 +18,6 @@ from pydantic.fields import FieldInfo
 from meridian_control.common.errors import PolicyError
 from meridian_control.policy.disagg_schema import CONNECTORS
 from meridian_control.policy.drift_schema import EatBin, SignalBin
-from meridian_control.policy.engine_schema import EnginePolicy, ModelPolicy
 from meridian_control.policy.formats import (
     find,
     from_proto,
@@ -31,12 +30,14 @@ from meridian_control.policy.formats import (
     to_toml,
     with_fields,
 )
-from meridian_control.policy.gateway_schema import GatewayPolicy
 from meridian_control.policy.model import Override, Policy, Who
 from meridian_control.policy.schema import (
+    EnginePolicy,
     EntropyPolicy,
     FallbackPolicy,
+    GatewayPolicy,
     KvMemoryPolicy,
+    ModelPolicy,
     RankCondition,
     SchedulerPolicy,
     TelemetryPolicy,
