@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.preemption import rule
-from meridian_control.capabilities.preemption.shown import ClaimDetail, preempted_for
 from meridian_control.common.errors import BadReport
 from meridian_control.common.metric_entry import counter
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.engine.part import Part
-from meridian_control.journal.records import RequestChange
+from meridian_control.journal.records import Detail, RequestChange
 from meridian_control.policy import effects
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import datetime
 
+    from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.part import Stream, Turn
-    from meridian_control.journal.records import Decision
+    from meridian_control.journal.records import Compared, Decision
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import PreemptionPolicy
 
@@ -37,6 +39,25 @@ ENTRIES = (
 FINAL = (agent_pb2.OUTCOME_SHADOWED, agent_pb2.OUTCOME_REFUSED)
 # Largest number of requests that may be preempted for one that waits; many more than it ever needs.
 MOST_VICTIMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimDetail(Detail):
+    """What the decision log shows of a decision: why the request waited, the running requests and how many may run, the
+    fraction of the KV cache in use, and how many requests might be preempted."""
+
+    reason: str
+    running: int
+    max_running: int
+    kv_used: float
+    victims: int
+
+    def compared(self, policy: Policy) -> Iterator[Compared]:
+        if self.reason == rule.NO_PLACE:
+            yield "running", self.running, ">=", "places", self.max_running
+        else:
+            yield "kv_used", self.kv_used, "of", "the KV cache", 1.0
+        yield "preemptible requests", self.victims, ">", "none", 0
 
 
 class _Claim(NamedTuple):
@@ -179,3 +200,10 @@ class Preemption(Part):
 def _waits_again(preempted: Any, phase: Any) -> Any:
     """Return whether a request, or each of several in arrays, waits again: it was preempted before its answer."""
     return preempted & (phase != agent_pb2.PHASE_OUTPUT)
+
+
+def preempted_for(info: OpenedRequest, tokens: int) -> str:
+    """Return for whom a request was preempted, and what that costs. info: the request that waited."""
+    named = (("tenant", info.tenant), ("SLO class", info.slo_class))
+    of = " and ".join(f"{name} {value}" for name, value in named if value)
+    return f"request {info.request_id}{f' of {of}' if of else ''}: {tokens} tokens to compute again"

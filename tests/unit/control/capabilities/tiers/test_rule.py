@@ -8,7 +8,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.order.rule import hold_admission
-from meridian_control.capabilities.tiers.rule import newly_unreachable, unreachable
+from meridian_control.capabilities.tiers.stream import newly_unreachable, unreachable
 from meridian_control.engine.request_table import PROMPT
 from meridian_control.policy.schema import KvMemoryPolicy
 from tests.fakes.tables import answering, table, thinking
