@@ -1,7 +1,6 @@
 """Lists the capabilities in the order in which they decide."""
 
-from meridian_control.capabilities.budgets import metrics as budget_metrics
-from meridian_control.capabilities.budgets.fleet import BudgetSharing
+from meridian_control.capabilities.budgets import fleet as budgets
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.caps.stream import Caps
 from meridian_control.capabilities.control_group import metrics as control_group_metrics
@@ -14,16 +13,15 @@ from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.capabilities.loops.stream import Loops
 from meridian_control.capabilities.order.stream import Order
 from meridian_control.capabilities.preemption import stream as preemption
-from meridian_control.capabilities.pressure import metrics as pressure_metrics
-from meridian_control.capabilities.pressure.fleet import FleetPressure
+from meridian_control.capabilities.pressure import fleet as pressure
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.capabilities.self_calibration import fleet as self_calibration
 from meridian_control.capabilities.tiers.stream import Tiers
 from meridian_control.engine.part import Capability
 
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("budgets", EngineBudgets, BudgetSharing, metrics=budget_metrics.ENTRIES),
-    Capability("pressure", EnginePressure, FleetPressure, metrics=pressure_metrics.ENTRIES),
+    Capability("budgets", EngineBudgets, budgets.BudgetSharing, metrics=budgets.ENTRIES),
+    Capability("pressure", EnginePressure, pressure.FleetPressure, metrics=pressure.ENTRIES),
     Capability("caps", Caps.of),
     Capability("entropy", EntropyRules.of),
     Capability("loops", Loops.of),

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.capabilities.budgets import metrics, shown
+from meridian_control.capabilities.budgets import shown
 from meridian_control.capabilities.budgets.charges import TenantUsage
 from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.common.complaints import Complaints
 from meridian_control.common.enum_names import stage_name
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.common.metric_entry import counter, gauge
 from meridian_control.common.slices import at_once
 from meridian_control.engine.shortening import UNSHORTENED
 from meridian_control.fleet.part import Attention, FleetPart, Shown
@@ -40,6 +41,40 @@ logger = logging.getLogger(__name__)
 
 # Seconds for which a replica waits, at its end, for a database that does not answer.
 END_S = 2.0
+BUDGET = ("budget",)
+
+ENTRIES = (
+    counter(
+        "meridian_budget_think_tokens_total",
+        BUDGET,
+        "Thinking tokens that this replica has counted for the budget; the sum over replicas is that of the fleet.",
+        "Compare its rate with the budget's `tokens_per_minute`.",
+    ),
+    gauge(
+        "meridian_budget_left_ratio",
+        BUDGET,
+        "What is left of the budget's scarcer limit, as a share of what it can save up; below 0 it is exceeded.",
+        "Below 0.5: thinking is shortened, unless the budget is in shadow.",
+    ),
+    gauge(
+        "meridian_budget_stage",
+        BUDGET,
+        "Stage of the budget: 1 unshortened, 2 soft_close, 3 lower_cap, 4 floor.",
+        "4 for long: raise the budget, or find the client that uses it up.",
+    ),
+    gauge(
+        "meridian_budget_unsaved_tokens",
+        (),
+        "Thinking tokens, summed over all budgets, that this replica has counted since it last reached the store.",
+        "Grows: see the alert MeridianBudgetsUnsaved.",
+    ),
+    counter(
+        "meridian_tenant_think_tokens_total",
+        ("tenant", "model"),
+        "Thinking tokens that this replica has counted for the tenant; pairs after the first 1000 under `(other)`.",
+        "Bill by it. `(other)` grows: let a gateway name the tenants (`MERIDIAN_TENANT_FROM`).",
+    ),
+)
 
 
 class BudgetSharing(FleetPart):
@@ -167,7 +202,13 @@ class BudgetSharing(FleetPart):
             self.tenants.take_charges(session.part(EngineBudgets).charges)
 
     def metrics(self, totals: Totals) -> Iterator[Metric]:
-        return metrics.values(self.budgets, self.tenants, self.fleet.clock())
+        budgets, now = self.budgets, self.fleet.clock()
+        known = budgets.budgets
+        yield "meridian_budget_think_tokens_total", [((name,), budgets.counted[name]) for name in known]
+        yield "meridian_budget_left_ratio", [((name,), budgets.left_ratio(b, now)) for name, b in known.items()]
+        yield "meridian_budget_stage", [((name,), budgets.stages.get(name, UNSHORTENED)) for name in known]
+        yield "meridian_budget_unsaved_tokens", [((), budgets.unsaved_tokens)]
+        yield "meridian_tenant_think_tokens_total", self.tenants.counted.items()
 
     async def show(self) -> Shown:
         response = await self.listed(fleet_pb2.ListBudgetsRequest())
