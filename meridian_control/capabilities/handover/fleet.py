@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.capabilities.handover import rule, shown
+from meridian_control.capabilities.handover import rule
 from meridian_control.capabilities.handover.pool import HandoverPool
 from meridian_control.capabilities.handover.results import RESULTS, Handovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
@@ -122,4 +122,17 @@ class FleetHandovers(FleetPart):
         yield "meridian_handovers_total", [((result,), count) for result, count in results.items()]
 
     def show_row(self, engine: fleet_pb2.Engine) -> dict[str, Any]:
-        return {"handovers": shown.handovers_text(engine)}
+        return {"handovers": handovers_text(engine)}
+
+
+def handovers_text(engine: fleet_pb2.Engine) -> str:
+    """Return the engine's pool, why the engine has no part in handovers, and what became of its requests; empty for an
+    engine without a pool."""
+    if not engine.pool:
+        return ""
+    counted = [f"{name.replace('_', ' ')} {count}" for name, count in sorted(engine.handovers.items())]
+    if engine.HasField("shadow_handovers"):
+        counted.append(f"in shadow {engine.shadow_handovers.requests}")
+    refusals = list(filter(None, (engine.no_hand_over, engine.answering_engine.unfit)))
+    where = "both pools" if engine.pool == "both" else f"{engine.pool} pool"
+    return f"{where}: {', '.join([*refusals, *counted]) or 'none yet'}"

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.capabilities.handover import shown
+from meridian_control.capabilities.handover.rule import KV_PRESSURE, PREEMPTED_ANSWERS, STEP_GAIN
 from meridian_control.engine import think_ends
 from meridian_control.journal.records import Detail
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Container, Iterable, Iterator
     from datetime import datetime
 
     from meridian_control.capabilities.handover.rule import Move
@@ -52,14 +52,29 @@ class Handover(Detail):
     result: str = ""
     detail: str = ""
 
-    def compared(self, policy: Policy) -> Iterable[Compared]:
-        return shown.compared(self.move, policy.disagg)
+    def compared(self, policy: Policy) -> Iterator[Compared]:
+        move, disagg = self.move, policy.disagg
+        if move.engine is None:
+            return
+        threshold = disagg.offload_threshold_blocks
+        yield "blocks", move.blocks, ">=", "disagg.offload_threshold_blocks", threshold
+        if move.reason == KV_PRESSURE:
+            yield "thinking_kv_used", move.thinking_kv_used, ">", "disagg.max_pool_kv_used", disagg.max_pool_kv_used
+        elif move.reason == PREEMPTED_ANSWERS:
+            yield "waiting_blocks", move.waiting_blocks, ">", "none", 0
+        elif move.reason == STEP_GAIN:
+            yield "gain_ms", move.gain_ms, ">", "transfer_ms + 2 steps", move.least_gain_ms
+        yield "answering_kv_used", move.kv_used, "<=", "disagg.max_pool_kv_used", disagg.max_pool_kv_used
 
     def fill(self, logged: fleet_pb2.LoggedDecision) -> None:
-        message = logged.hand_over
+        message, move = logged.hand_over, self.move
         message.ref, message.result, message.result_detail = self.ref, self.result, self.detail
         message.SetInParent()
-        shown.fill(self.move, message)
+        message.blocks = move.blocks
+        if move.engine is not None:
+            message.engine_id = move.engine.engine_id
+            for name in ("transfer_ms", "recompute_ms", "gain_ms", "kv_used"):
+                setattr(message, name, getattr(move, name))
 
 
 @dataclass(eq=False, slots=True)
