@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.capabilities.handover.fleet import FleetHandovers
-from meridian_control.capabilities.handover.pool import HandoverPool
+from meridian_control.capabilities.handover.fleet import FleetHandovers, HandoverPool
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.connection import Connections
 from meridian_control.fleet.fleet import Fleet

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import fleet_pb2
 
-from meridian_control.capabilities.handover.pool import CONNECTED, KEEP, HandoverPool
+from meridian_control.capabilities.handover.fleet import KEEP, HandoverPool
 from meridian_control.capabilities.handover.stream import EngineHandovers
+from meridian_control.fleet.whole_fleet import CONNECTED
 from tests.fakes.parts import engine_view
 from tests.unit.control.capabilities.handover.engines import ANSWERING, NOW, HandMade, answering, disagg, hello
 
