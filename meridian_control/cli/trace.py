@@ -5,16 +5,25 @@ rules. The module uses one thread and blocking calls.
 """
 
 import json
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import grpc
 import typer
+from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.cli.completion import engine_ids
 from meridian_control.cli.console import (
     FAILED,
+    RECONNECT_S,
+    RETRY_S,
     Output,
     OutputOption,
     PlainConsole,
@@ -30,7 +39,6 @@ from meridian_control.cli.console import (
     show_value,
     warn_unreachable,
 )
-from meridian_control.cli.trace_recorder import Recorder, RecordingLimits
 from meridian_control.offline.trace_file import TraceWriter
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
@@ -55,12 +63,15 @@ def record(
     progress = PlainConsole(stderr=True)
     with connect(context) as client:
         writer, status = TraceWriter(out), progress.status("waiting")
-        recorder = Recorder(
-            client.fleet, writer, RecordingLimits(duration, requests), lambda w: status.update(_recorded(w, requests))
-        )
+        deadline = time.monotonic() + duration if duration else None
+
+        def progressed(written: TraceWriter) -> None:
+            status.update(_recorded(written, requests))
+
+        recorder = _Recorder(client.fleet, writer, engine, deadline, requests, progressed)
         try:
             with writer, status:
-                recorder.run(engine)
+                recorder.run()
         finally:
             if writer.records:
                 breaks = f", {recorder.breaks} interruptions" if recorder.breaks else ""
@@ -70,6 +81,90 @@ def record(
             warn_unreachable(recorder.unreachable)
         if not writer.records:
             say(f"{out} was not written, because no message of an engine arrived", err=True)
+
+
+@dataclass
+class _Recorder:
+    """Records one trace, and tries again after the stream breaks off.
+
+    deadline: monotonic time at which the recording ends, None for none. requests: number of finished requests after
+    which it ends, 0 for no limit. breaks: how often the stream broke off; requests live at such a time are not in the
+    trace. unreachable: replicas that did not answer at least once.
+    """
+
+    fleet: fleet_pb2_grpc.FleetServiceStub
+    out: TraceWriter
+    engine_id: str
+    deadline: float | None
+    requests: int
+    progress: Callable[[TraceWriter], None]
+    breaks: int = 0
+    unreachable: set[str] = field(default_factory=set)
+    _writing: bool = False
+    _stopped: bool = False
+
+    def run(self) -> None:
+        """Record until a limit is reached or a signal arrives. Raises grpc.RpcError, and FileError if the disk is full.
+
+        After an error the file still holds a complete trace of the records written before, of a full disk without the
+        newest ones.
+        """
+        retry_until = 0.0
+        with self._signals(), suppress(KeyboardInterrupt):
+            while not self._done():
+                before = self.out.records
+                try:
+                    self._stream()
+                except grpc.RpcError as error:
+                    if self.deadline is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                        return
+                    worked = self.out.records > before or time.monotonic() < retry_until
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE or not worked:
+                        raise
+                if self._done():
+                    return
+                if self.out.records > before:
+                    self.breaks += 1
+                    retry_until = time.monotonic() + RECONNECT_S
+                time.sleep(RETRY_S)
+
+    def _done(self) -> bool:
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        return late or self._stopped or 0 < self.requests <= self.out.requests
+
+    def _stream(self) -> None:
+        timeout = max(0.0, self.deadline - time.monotonic()) if self.deadline is not None else None
+        call = self.fleet.RecordTrace(fleet_pb2.RecordTraceRequest(engine_id=self.engine_id), timeout=timeout)
+        try:
+            for response in call:
+                self._writing = True
+                self.out.write(response.record)
+                self._writing = False
+                self.unreachable.update(response.unreachable_replicas)
+                if self._done():
+                    return
+                self.progress(self.out)
+        finally:
+            call.cancel()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM end the recording, but never in the middle of writing a record."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, self._on_signal) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def _on_signal(self, *_: Any) -> None:
+        self._stopped = True
+        if not self._writing:
+            raise KeyboardInterrupt
 
 
 def _recorded(writer: TraceWriter, wanted: int = 0) -> str:
