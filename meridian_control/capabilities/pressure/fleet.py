@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from meridian_control.capabilities.pressure import shown
+from meridian.v1 import fleet_pb2
+
+from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
 from meridian_control.common.metric_entry import counter, gauge
 from meridian_control.fleet.part import FleetPart
@@ -16,8 +18,6 @@ from meridian_control.policy.shortening_schema import TARGETS
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
-
-    from meridian.v1 import fleet_pb2
 
     from meridian_control.capabilities.pressure.rule import Controller
     from meridian_control.engine.session import Session
@@ -117,7 +117,7 @@ class FleetPressure(FleetPart):
         yield MISSED_TOTAL, [(key, totals.counted[MISSED_TOTAL, key]) for key in limits]
 
     def cause(self, engine: fleet_pb2.Engine) -> str:
-        return shown.levels_text(engine)
+        return levels_text(engine)
 
 
 def log_changes(session: Session) -> None:
@@ -126,8 +126,19 @@ def log_changes(session: Session) -> None:
         reading = change.reading
         why = (
             f"{reading.target} is {reading.measured:.4g}, limit {reading.limit:.4g}, {reading.samples} samples"
-            if reading is not None
+            if change.HasField("reading")
             else "nothing was measured"
         )
         levels: tuple[Any, ...] = change.level_before, change.level, why, " (shadow)" * change.shadow
         logger.info("pressure %s on engine %s: level %d to %d, %s%s", change.name, session.hello.engine_id, *levels)
+
+
+def levels_text(engine: fleet_pb2.Engine) -> str:
+    """Return the pressure that shortens thinking on an engine, with the value behind each level; empty if none does."""
+    levels = []
+    for row in engine.pressures:
+        if row.level and not row.shadow:
+            reading = row.changes[0].reading if row.changes else fleet_pb2.PressureReading()
+            why = f": {reading.target} was {reading.measured:.4g}, limit {reading.limit:.4g}" if reading.target else ""
+            levels.append(f"pressure {row.name} at level {row.level} of {MAX_LEVEL}{why}")
+    return "; ".join(levels)

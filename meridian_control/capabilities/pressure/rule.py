@@ -18,7 +18,6 @@ from meridian_control.engine.shortening import UNSHORTENED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
 
     from numpy.typing import NDArray
 
@@ -52,17 +51,6 @@ class Reading(NamedTuple):
     @property
     def ratio(self) -> float:
         return self.measured / self.limit
-
-
-class LevelChange(NamedTuple):
-    """A change of the level, with the value that is furthest above its limit, as PressureChange in fleet.proto."""
-
-    name: str
-    time: datetime
-    level_before: int
-    level: int
-    reading: Reading | None
-    shadow: bool
 
 
 @dataclass

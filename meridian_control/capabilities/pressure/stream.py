@@ -9,6 +9,7 @@ session.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,13 +20,11 @@ from meridian_control.capabilities.pressure.rule import (
     MAX_HOLD,
     MAX_LEVEL,
     Controller,
-    LevelChange,
     Reading,
     least_gain_first,
     stage_at,
     worst,
 )
-from meridian_control.capabilities.pressure.shown import PressureDetail, pressure_message
 from meridian_control.capabilities.pressure.window import DECIMALS, Window
 from meridian_control.common.slices import at_once
 from meridian_control.common.table_columns import ANSWER_TOKEN, NO_TOKEN, THINK_END
@@ -33,10 +32,11 @@ from meridian_control.engine.part import Part
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.shortening import UNSHORTENED, matching
 from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, differs
+from meridian_control.journal.records import Detail
 from meridian_control.policy.shortening_kinds import acts_on_thinking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from datetime import datetime
 
     from meridian.v1 import agent_pb2
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from meridian_control.common.slices import Sliced
     from meridian_control.engine.part import Stream
     from meridian_control.engine.shortening import Stages
-    from meridian_control.journal.records import Shortening
+    from meridian_control.journal.records import Compared, Shortening
     from meridian_control.policy.model import Policy, Who
     from meridian_control.policy.shortening_schema import PressurePolicy
 
@@ -56,6 +56,27 @@ CHANGES_TOTAL, MISSED_TOTAL = "meridian_pressure_changes_total", "meridian_press
 CHANGES = 8
 # Windows of an idle engine that are judged at most; after so many, every level is 0 and earlier misses are forgotten.
 MOST_IDLE = 1 + MAX_LEVEL * (MAX_HOLD + 1) + FORGET
+
+
+@dataclass(frozen=True, slots=True)
+class PressureDetail(Detail):
+    """What the decision log shows of a pressure entry that has shortened a request: the request's stage, and the newest
+    change of the entry's level, None if the level has not changed."""
+
+    stage: int
+    change: fleet_pb2.PressureChange | None
+
+    def compared(self, policy: Policy) -> Iterator[Compared]:
+        """Yield the measured value and the target behind the level."""
+        if self.change is not None and self.change.HasField("reading"):
+            name, reading = self.change.name, self.change.reading
+            operator = ">" if reading.measured > reading.limit else "<="
+            yield reading.target, reading.measured, operator, f"pressure {name} {reading.target}", reading.limit
+
+    def fill(self, message: fleet_pb2.LoggedDecision) -> None:
+        message.budget_stage = self.stage  # type: ignore[assignment]
+        if self.change is not None:
+            message.pressure.CopyFrom(self.change)
 
 
 class EnginePressure(Part):
@@ -72,8 +93,8 @@ class EnginePressure(Part):
         stream.policies.shorteners.append(self)
         self.entries: tuple[PressurePolicy, ...] = ()
         self.readings: dict[str, list[Reading]] = {}
-        self.changes: dict[str, deque[LevelChange]] = {}
-        self._unlogged: list[LevelChange] = []
+        self.changes: dict[str, deque[fleet_pb2.PressureChange]] = {}
+        self._unlogged: list[fleet_pb2.PressureChange] = []
         self.controllers: dict[str, Controller] = {}
         # Names of the entries whose level has an effect.
         self._acting: set[str] = set()
@@ -103,14 +124,19 @@ class EnginePressure(Part):
 
     def messages(self) -> list[fleet_pb2.Pressure]:
         """Return the entries, in the policy's order."""
-        levels, readings, changes = self.levels, self.readings, self.changes
-        names = ((entry, entry.name) for entry in self.entries)
+        levels = self.levels
         return [
-            pressure_message(entry, levels.get(name, 0), readings.get(name, ()), changes.get(name, ()))
-            for entry, name in names
+            fleet_pb2.Pressure(
+                name=entry.name,
+                level=levels.get(entry.name, 0),
+                shadow=entry.shadow,
+                readings=map(_message, self.readings.get(entry.name, ())),
+                changes=self.changes.get(entry.name, ()),
+            )
+            for entry in self.entries
         ]
 
-    def take_unlogged(self) -> list[LevelChange]:
+    def take_unlogged(self) -> list[fleet_pb2.PressureChange]:
         """Return the changes since the last call."""
         if not (changes := self._unlogged):
             return changes
@@ -355,7 +381,15 @@ class EnginePressure(Part):
         before = controller.level
         if (level := controller.judge(readings)) == before:
             return
-        change = LevelChange(entry.name, now, before, level, worst(readings), entry.shadow)
+        reading = worst(readings)
+        change = fleet_pb2.PressureChange(
+            name=entry.name,
+            level_before=before,
+            level=level,
+            reading=_message(reading) if reading is not None else None,
+            shadow=entry.shadow,
+        )
+        change.time.FromDatetime(now)
         self.changes.setdefault(entry.name, deque(maxlen=CHANGES)).appendleft(change)
         self._unlogged.append(change)
         self._stream.count(CHANGES_TOTAL, (entry.name, "shortened" if level > before else "restored"))
@@ -378,3 +412,7 @@ class EnginePressure(Part):
         wanted = (len(slots) + 1) // 2 - (len(slots) - len(others))
         if wanted > 0:
             self._first[least_gain_first(table, others)[:wanted]] |= bit
+
+
+def _message(reading: Reading) -> fleet_pb2.PressureReading:
+    return fleet_pb2.PressureReading(**reading._asdict())

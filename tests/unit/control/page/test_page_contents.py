@@ -11,7 +11,7 @@ from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 from meridian_control.capabilities.budgets import shown as budgets
 from meridian_control.capabilities.control_group.shown import savings_row
 from meridian_control.capabilities.handover.fleet import handovers_text
-from meridian_control.capabilities.pressure.shown import levels_text
+from meridian_control.capabilities.pressure.fleet import levels_text
 from meridian_control.capabilities.self_calibration.shown import row as self_calibration_row
 from meridian_control.common.engine_words import condition, lasting
 from meridian_control.common.plain_data import plain
