@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from meridian_control.common.complaints import Complaints
@@ -111,12 +112,9 @@ class PolicyDelivery:
             # Engines that connected after the change were already sent the policy, and may have refused it.
             is_due = wanted is not None and wanted.revision > session.revision and not ahead
             if wanted is not None and is_due and connection in self._connections:
-                self._give_when_free(connection, wanted)
+                connection.when_free(partial(self.give, connection, wanted))
         if rest := waiting[ENGINES_AT_ONCE:]:
             asyncio.get_running_loop().call_soon(self._send_to, rest)
-
-    def _give_when_free(self, connection: Connection, stored: StoredRevision) -> None:
-        connection.when_free(lambda: self.give(connection, stored))
 
     def give(self, connection: Connection, stored: StoredRevision) -> None:
         session, now = connection.session, self._clock()

@@ -34,7 +34,9 @@ def halved(
     there may be few of them. Raises TooFewRequests.
     """
     names, judged = judge.groups or ids, np.flatnonzero(~np.isnan(judge.natural))
-    ordered = sorted({names[number] for number in judged}, key=lambda name: _digest(name, split))
+    prefix = f"{split} " if split else ""
+    hashed = {names[number]: hashlib.sha256(f"{prefix}{names[number]}".encode()).digest() for number in judged}
+    ordered = sorted(hashed, key=hashed.__getitem__)
     chosen = set(ordered[: len(ordered) // 2])
     if judge.groups and len(chosen) < MIN_GROUPS:
         sizes = f"there are {len(chosen)}, {len(ordered) - len(chosen)}"
@@ -44,7 +46,3 @@ def halved(
     if min(len(fit), len(held_out)) < MIN_REQUESTS:
         raise TooFewRequests(f"{MIN_REQUESTS} requests are needed in each half; there are {len(fit)}, {len(held_out)}")
     return fit, held_out, np.unique(names, return_inverse=True)[1]
-
-
-def _digest(name: str, split: int) -> bytes:
-    return hashlib.sha256((f"{split} {name}" if split else name).encode()).digest()

@@ -4,12 +4,9 @@ integers that have 32.
 All of that is one transaction under a lock, so that replicas may start at the same time.
 """
 
-from typing import Any
-
 from sqlalchemy import BigInteger, Connection, func, insert, inspect, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import CreateColumn
-from sqlalchemy.types import TypeEngine
 
 from meridian_control.storage.tables import METADATA, VERSION, versions
 
@@ -31,7 +28,7 @@ def _add_what_is_missing(connection: Connection) -> None:
     versions.create(connection, checkfirst=True)
     if (connection.scalar(select(func.max(versions.c.version))) or 0) >= VERSION:
         return
-    inspector = inspect(connection)
+    inspector, is_postgres = inspect(connection), connection.dialect.name == "postgresql"
     older = [table for table in METADATA.sorted_tables if inspector.has_table(table.name)]
     METADATA.create_all(connection, [table for table in METADATA.sorted_tables if table not in older], checkfirst=False)
     for table in older:
@@ -40,7 +37,9 @@ def _add_what_is_missing(connection: Connection) -> None:
             if column.name not in present:
                 added = CreateColumn(column).compile(dialect=connection.dialect)
                 connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {added}"))
-            elif connection.dialect.name == "postgresql" and _is_wider(column.type, present[column.name]):
+            elif (
+                is_postgres and isinstance(column.type, BigInteger) and not isinstance(present[column.name], BigInteger)
+            ):
                 connection.execute(text(f"ALTER TABLE {table.name} ALTER COLUMN {column.name} TYPE BIGINT"))
                 sequence = connection.scalar(select(func.pg_get_serial_sequence(table.name, column.name)))
                 if sequence is not None:
@@ -48,7 +47,3 @@ def _add_what_is_missing(connection: Connection) -> None:
         for index in table.indexes:
             index.create(connection, checkfirst=True)
     connection.execute(insert(versions).values(version=VERSION))
-
-
-def _is_wider(wanted: TypeEngine[Any], present: TypeEngine[Any]) -> bool:
-    return isinstance(wanted, BigInteger) and not isinstance(present, BigInteger)

@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections import Counter
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -146,9 +147,10 @@ class FleetCollector(Collector):
             await answer_of(part, part.before_metrics(), None)
         totals = await self._fleet.totals()
         # After an engine's restart its old stream may still be open, so the newest stream of each engine is used.
-        newest = {s.hello.engine_id: s for s in sorted((c.session for c in self._fleet.connections), key=_connected_at)}
+        newest = {s.hello.engine_id: s for s in sorted(self._fleet.connections.sessions, key=attrgetter("connected_at"))}
         engines = dict(sorted(newest.items())[:MAX_ENGINE_SERIES])
         states = self._fleet.views.agent_states()
+        agents = Counter[int](state for _, state in states)
         values: list[tuple[str, Rows]] = [
             ("meridian_build_info", [((__version__,), 1)]),
             ("meridian_replica_leads", [((), self._leads())]),
@@ -158,7 +160,7 @@ class FleetCollector(Collector):
             ("meridian_engine_memory_bytes", [((), self._fleet.memory.bytes)]),
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
             *_staged(self._rollout() if self._leads() else None, self._fleet.clock()),
-            ("meridian_agents", _agents(states)),
+            ("meridian_agents", [((name,), agents[number]) for number, name in STATES.items()]),
             *chain.from_iterable(each(parts, lambda part: list(part.metrics(totals)))),
             *self._counted(totals),
             ("meridian_engine_state", _states(engines, dict(states))),
@@ -212,11 +214,6 @@ def _histograms(totals: Totals) -> list[tuple[str, Histogram]]:
     ]
 
 
-def _agents(states: list[tuple[str, agent_pb2.AgentState.ValueType]]) -> Rows:
-    count = Counter[int](state for _, state in states)
-    return [((name,), float(count[number])) for number, name in STATES.items()]
-
-
 def _states(engines: dict[str, Session], known: dict[str, agent_pb2.AgentState.ValueType]) -> Rows:
     """Return each engine's state, also for engines that went away if the limit of series allows it."""
     gone = [engine for engine in known if engine not in engines][: MAX_ENGINE_SERIES - len(engines)]
@@ -245,10 +242,6 @@ def of_limit(reading: GuardrailReading) -> float:
     """Return a guardrail's reading divided by its limit: above 1 if the guardrail is violated."""
     value = reading.value or 0.0
     return value / reading.limit if reading.limit else math.inf if value > 0 else 0.0
-
-
-def _connected_at(session: Session) -> datetime:
-    return session.connected_at
 
 
 async def _of_all(engines: dict[str, Session]) -> Iterable[tuple[str, Rows]]:
