@@ -1,4 +1,6 @@
-"""Converts messages to plain data, as the status page and `meridianctl -o` have them. The functions are pure."""
+"""Converts messages to plain data, as the status page and `meridianctl -o` have them, and gives attributes to messages.
+The functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,11 @@ from google.protobuf.json_format import MessageToDict
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
+
+
+def same(source: Any, *names: str) -> dict[str, Any]:
+    """Return attributes of an object by name, for a message whose fields have the same names."""
+    return {name: getattr(source, name) for name in names}
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -151,12 +151,8 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
     message = agent_pb2.Settings(
         revision=revision,
         nonce=nonce,
-        think_start_token_ids=model.think_start_token_ids,
-        think_end_token_ids=model.think_end_token_ids,
-        reasoning_parser=model.reasoning_parser,
-        supports_think_disable=model.supports_think_disable,
-        closing_text=model.closing_text,
-        eat_answer_prefix=model.eat_answer_prefix,
+        # The section has the names of the message.
+        **dict(model),
         observe_entropy=observe_entropy,
         only_sentence_ends=observe_entropy and not effects.reads_every_token(policy),
         report_interval_steps=report_interval_steps(policy),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import NotFound
+from meridian_control.common.plain_data import same
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.signals import rpdi
 from meridian_control.fleet.turns import in_parts, in_turns
@@ -123,20 +124,13 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
     hello, report, table = session.hello, session.gauges, session.table
     running = table.live & ~table.preempted
     state = fleet_pb2.CONNECTION_STATE_CONNECTED if connected else fleet_pb2.CONNECTION_STATE_DISCONNECTED
-    same: dict[str, Any] = {name: getattr(hello, name) for name in OF_HELLO}
     view = fleet_pb2.Engine(
-        **same,
+        **same(hello, *OF_HELLO),
+        **same(session, "revision", "acked_revision", "nack_error"),
+        **same(session.totals, "token_events", "decisions", "outcomes", "ends", "answers", "unread_prompts"),
         state=state,
-        revision=session.revision,
-        acked_revision=session.acked_revision,
-        nack_error=session.nack_error,
         thinking=int((running & (table.phase == THINK)).sum()),
         answering=int((running & (table.phase == OUTPUT)).sum()),
-        token_events=session.totals.token_events,
-        decisions=session.totals.decisions,
-        outcomes=session.totals.outcomes,
-        ends=session.totals.ends,
-        answers=session.totals.answers,
         output_itl=session.totals.output_itl.message(),
         ttot=session.totals.ttot.message(),
         think_tokens=session.totals.think_tokens.message(),
@@ -144,7 +138,6 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         agent_state=agent_state(session),
         shadow=session.shadow.messages(),
         engine_limits=engine_limits(session),
-        unread_prompts=session.totals.unread_prompts,
     )
     freezing = session.freezing
     if freezing.freezes or freezing.frozen:
@@ -206,8 +199,8 @@ def _request(session: Session, slot: int, info: OpenedRequest, ratio: float) -> 
         model=info.model,
         tenant=info.tenant,
         slo_class=info.slo_class,
-        phase=int(table.phase[slot]),  # type: ignore[arg-type]
         prompt_tokens=info.prompt_tokens,
+        phase=int(table.phase[slot]),  # type: ignore[arg-type]
         think_tokens=max(0, int(table.think_tokens[slot])),
         output_tokens=max(0, int(table.output_tokens[slot])),
         preempted=bool(table.preempted[slot]),

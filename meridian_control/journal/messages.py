@@ -13,6 +13,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.common import paging
 from meridian_control.common.enum_names import stage_name
 from meridian_control.common.errors import NotFound
+from meridian_control.common.plain_data import same
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.journal.records import Decision
 from meridian_control.journal.request_ids import is_called
@@ -32,6 +33,15 @@ MAX_SIBLINGS = 32
 START = datetime.fromtimestamp(0, UTC)
 # Largest page token, which is a time in microseconds.
 MAX_TOKEN = (datetime.max.replace(tzinfo=UTC) - START) // timedelta(microseconds=1)
+# Fields of a life that are those of its request, and fields of a decision, in messages as in the log.
+OPENED = (
+    *("request_id", "model", "tenant", "slo_class", "refused_slo_class", "sleeping_stops", "effort", "prompt_tokens"),
+    *("max_tokens", "max_think_tokens", "handed_over_ref"),
+)
+DECIDED = (
+    *("decision_id", "session_id", "revision", "kind", "reason", "shadow", "outcome", "outcome_think_tokens"),
+    *("detail", "measured_eat_nats", "operator_reason"),
+)
 
 
 def explain_request(
@@ -43,7 +53,7 @@ def explain_request(
     """
     lives = log.find(request.request_id, request.engine_id) if request.request_id else []
     life, siblings = lives[0] if lives else None, lives[1:]
-    now = [r for r in live if life is not None and (r.engine_id, r.request_id) == (life.engine_id, _id(life))]
+    now = [r for r in live if life is not None and (r.engine_id, r.request_id) == life.key[::2]]
     if life is None:
         where = f' of engine "{request.engine_id}"' if request.engine_id else ""
         if any(is_called(r.request_id, request.request_id) for r in live):
@@ -145,25 +155,11 @@ def key_of(life: fleet_pb2.RequestLife) -> tuple[str, str, str]:
 def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:
     opened, (events, left_out) = life.opened, log.events_of(life)
     message = fleet_pb2.RequestLife(
-        engine_id=life.engine_id,
-        incarnation=life.incarnation,
-        request_id=opened.request_id,
-        model=opened.model,
-        tenant=opened.tenant,
-        slo_class=opened.slo_class,
-        refused_slo_class=opened.refused_slo_class,
-        sleeping_stops=opened.sleeping_stops,
-        effort=opened.effort,
-        prompt_tokens=opened.prompt_tokens,
-        max_tokens=opened.max_tokens,
+        **same(life, "engine_id", "incarnation", "joined_late", "think_tokens", "output_tokens"),
+        **same(opened, *OPENED),
         min_think_tokens=opened.min_think_tokens or None,
-        max_think_tokens=opened.max_think_tokens,
-        joined_late=life.joined_late,
-        think_tokens=life.think_tokens,
-        output_tokens=life.output_tokens,
         events=map(_event, events),
         events_left_out=left_out,
-        handed_over_ref=opened.handed_over_ref,
     )
     message.open_time.FromDatetime(life.open_time)
     if life.close_time is not None:
@@ -192,23 +188,10 @@ def _event(event: LifeEvent | Decision) -> fleet_pb2.RequestEvent:
 def decision_message(decision: Decision) -> fleet_pb2.LoggedDecision:
     life = decision.life
     message = fleet_pb2.LoggedDecision(
-        decision_id=decision.decision_id,
-        session_id=decision.session_id,
-        engine_id=life.engine_id,
-        incarnation=life.incarnation,
-        request_id=_id(life),
-        tenant=life.opened.tenant,
-        slo_class=life.opened.slo_class,
-        revision=decision.revision,
-        kind=decision.kind,
-        reason=decision.reason,
-        shadow=decision.shadow,
+        **same(decision, *DECIDED),
+        **same(life, "engine_id", "incarnation"),
+        **same(life.opened, "request_id", "tenant", "slo_class"),
         signals=fleet_pb2.Signals(**decision.signals._asdict()),
-        outcome=decision.outcome,
-        outcome_think_tokens=decision.outcome_think_tokens,
-        detail=decision.detail,
-        measured_eat_nats=decision.measured_eat_nats,
-        operator_reason=decision.operator_reason,
     )
     for detail in decision.details:
         detail.fill(message)
@@ -352,6 +335,3 @@ def _floor(decision: Decision, policy: Policy) -> Compared:
     name = "scheduler.min_think_tokens" if floor >= own else "own min_think_tokens"
     return THINK_TOKENS, decision.signals.think_tokens, ">=", name, max(floor, own)
 
-
-def _id(life: Life) -> str:
-    return life.opened.request_id

@@ -15,6 +15,7 @@ from meridian_control.capabilities.handover import rule
 from meridian_control.capabilities.handover.measured_costs import AnswerLength, TransferCost
 from meridian_control.capabilities.handover.results import Handover, Handovers
 from meridian_control.common.errors import BadReport
+from meridian_control.common.plain_data import same
 from meridian_control.common.report_bounds import is_measured
 from meridian_control.engine.part import Part
 from meridian_control.engine.request_table import OUTPUT
@@ -287,14 +288,8 @@ class EngineHandovers(Part):
         if not hello.capabilities.answer_handed_over:
             unfit = hello.no_answer_handed_over or "the engine lacks answer_handed_over"
         return fleet_pb2.AnsweringEngine(
-            engine_id=hello.engine_id,
-            model=hello.model,
-            vllm_version=hello.vllm_version,
-            kv_connector=hello.kv_connector,
-            block_size_tokens=hello.block_size_tokens,
-            num_blocks=hello.num_blocks,
-            labels=hello.labels,
-            url=hello.url,
+            **same(hello, "engine_id", "model", "vllm_version", "kv_connector"),
+            **same(hello, "block_size_tokens", "num_blocks", "labels", "url"),
             unfit=unfit or ("" if hello.url else "it has no URL: set MERIDIAN_URL in the engine's environment"),
             kv_used=self._kv_used,
             running=self._running,
