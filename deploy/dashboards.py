@@ -92,7 +92,8 @@ def described(query: str) -> str:
 
 def total(metric: str, *by: str, where: str = "") -> str:
     """Return a query for the summed rate of a counter."""
-    return f"sum{_by(by)}(rate({metric}{{{where}}}{RATE}))".replace("{}", "")
+    grouped = f" by ({', '.join(by)}) " if by else ""
+    return f"sum{grouped}(rate({metric}{{{where}}}{RATE}))".replace("{}", "")
 
 
 def quantiles(metric: str) -> list[tuple[str, str]]:
@@ -106,10 +107,6 @@ def states(where: str = "") -> str:
     metric = "max by (engine, state) (meridian_engine_state{%s}) == 1"
     ready, others = (metric % f'{where}state{test}"ready"' for test in ("=", "!="))
     return f"count by (state) ({ready} or ({others} unless on (engine) {ready}))"
-
-
-def _by(labels: tuple[str, ...]) -> str:
-    return f" by ({', '.join(labels)}) " if labels else ""
 
 
 def row(title: str) -> dict[str, Any]:

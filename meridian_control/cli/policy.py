@@ -154,7 +154,7 @@ def policy_rollback(
     with connect(context) as client:
         request = policy_pb2.RollbackPolicyRequest(
             revision=revision,
-            etag=_current_etag(client) if etag is None else etag,
+            etag=etag if etag is not None else stored.etag if (stored := _in_force(client)) else "",
             validate_only=dry_run,
             author=author,
             reason=reason,
@@ -332,11 +332,6 @@ def policy_in_force(client: Client, *unless: grpc.StatusCode) -> policy_pb2.Poli
 def _in_force(client: Client) -> policy_pb2.PolicyRevision | None:
     """Return the revision in force; None if no policy is stored or the stored policy cannot be read."""
     return policy_in_force(client, grpc.StatusCode.FAILED_PRECONDITION)
-
-
-def _current_etag(client: Client) -> str:
-    stored = _in_force(client)
-    return stored.etag if stored else ""
 
 
 def _print_answer(

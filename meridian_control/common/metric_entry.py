@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A metric under its exposed name. `text` is the metric's help; `act` is how an operator reacts to a value."""
 
-    name: str
     kind: str
+    name: str
     labels: tuple[str, ...]
     text: str
     act: str
 
 
-def counter(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
-    return Entry(name, "counter", labels, text, act)
-
-
-def gauge(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
-    return Entry(name, "gauge", labels, text, act)
-
-
-def histogram(name: str, labels: tuple[str, ...], text: str, act: str) -> Entry:
-    return Entry(name, "histogram", labels, text, act)
+counter, gauge, histogram = (partial(Entry, kind) for kind in ("counter", "gauge", "histogram"))

@@ -88,7 +88,8 @@ class Journal:
         """Close the life of a request that the engine has closed. The request table must still have the request."""
         if (life := self._lives.pop(slot := closed.slot, None)) is not None:
             life.think_tokens, life.output_tokens = int(table.think_tokens[slot]), int(table.output_tokens[slot])
-            self._close(life, _end_of(closed))
+            ended = "the client has gone" if closed.client_gone else FINISH_NAMES.get(closed.reason, "unknown")
+            self._close(life, "handed_over" if closed.handed_over else ended)
 
     def happened(self, change: RequestChange, detail: str = "") -> None:
         """Note a change of a request: a new phase, an end of thinking, or the start or end of a preemption."""
@@ -157,10 +158,3 @@ class Journal:
         self._log.end_life(life)
         if self._log.ended is not None:
             self._log.ended(life)
-
-
-def _end_of(closed: agent_pb2.RequestClosed) -> str:
-    """Return the reason of a request's end in words."""
-    if closed.handed_over:
-        return "handed_over"
-    return "the client has gone" if closed.client_gone else FINISH_NAMES.get(closed.reason, "unknown")

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
     from meridian_control.policy.disagg_schema import DisaggPolicy
-    from meridian_control.policy.schema import LoopPolicy
     from meridian_control.policy.model import Override, Policy
-    from meridian_control.policy.schema import EntropyPolicy, KvMemoryPolicy, SchedulerPolicy
+    from meridian_control.policy.schema import EntropyPolicy, KvMemoryPolicy, LoopPolicy, SchedulerPolicy
     from meridian_control.policy.shortening_schema import StagedEntry
 
 NEEDS = {
@@ -155,7 +154,9 @@ def _asked(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
             loop = policy.loop.model_copy(update=together.loop)
             if one.loop and loop != policy.loop:
                 yield from _loop_rule(f"override[{index}].loop", loop)
-        earlier.setdefault(_switched(one), []).append(one)
+        # The fields that are set, each with whether it is any but 0 or false, decide which rules can fire.
+        switched = tuple(frozenset((name, bool(value)) for name, value in changes.items()) for changes in one[1:])
+        earlier.setdefault(switched, []).append(one)
         yield from _preempts(f"override[{index}].preemption", override.preemption, policy)
 
 
@@ -174,11 +175,6 @@ def _globs(override: Override) -> dict[str, str]:
         who = Who.of_traffic(override.traffic)
         globs |= {"model": who.model, "slo_class": who.slo_class}
     return globs
-
-
-def _switched(one: _Changes) -> Hashable:
-    """Return what decides which rules can fire: the fields that are set, each with whether it is any but 0 or false."""
-    return tuple(frozenset((name, bool(value)) for name, value in changes.items()) for changes in one[1:])
 
 
 def _pairs(one: _Changes, earlier: Iterable[list[_Changes]]) -> Iterator[_Changes]:

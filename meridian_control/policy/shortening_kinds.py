@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from meridian_control.policy.model import Policy
-    from meridian_control.policy.shortening_schema import PressurePolicy, StagedEntry
+    from meridian_control.policy.shortening_schema import StagedEntry
 
 
 class Kind(NamedTuple):
@@ -54,11 +54,6 @@ def acts_on_thinking(policy: Policy) -> bool:
     return policy.scheduler.enabled and not policy.scheduler.shadow
 
 
-def rule_under_pressure(pressure: Iterable[PressurePolicy]) -> bool:
-    """Return whether one of these entries puts the entropy rules in force."""
-    return any(entry.entropy_in_force and not entry.shadow for entry in pressure)
-
-
 def may_shorten(own: Policy, entries: Iterable[StagedEntry]) -> bool:
     """Whether anything in force may shorten a request. own: the policy that holds for the request. entries: the budgets
     and pressure entries that match it."""
@@ -74,7 +69,7 @@ def _in_force(own: Policy, entry: StagedEntry) -> bool:
 def kinds_of(policy: Policy) -> list[Kind]:
     """Return all kinds that may shorten some request under a policy."""
     kinds: dict[Kind, None] = dict.fromkeys(kind for own in _variants(policy) for kind in kinds_for_request(own))
-    if policy.entropy.enabled and rule_under_pressure(policy.pressure):
+    if policy.entropy.enabled and any(entry.entropy_in_force and not entry.shadow for entry in policy.pressure):
         kinds[ENTROPY] = None
     for section in ("budget", "pressure"):
         kinds |= {Kind(section, e.name): None for e in getattr(policy, section) if _in_force(policy, e)}

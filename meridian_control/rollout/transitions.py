@@ -81,7 +81,9 @@ def tick(rollout: Rollout, sample: Sample, elapsed_s: float, now: datetime) -> R
         baked_s=rollout.baked_s + (elapsed_s if running and not sample.frozen else 0.0),
     )
     if violated := [reading for reading in readings if reading.violated]:
-        return _violated(rollout, violated[0], now)
+        first, state = violated[0], State.HALTED if rollout.plan.on_violation == "halt" else State.ROLLED_BACK
+        reason = f"{first.guardrail} is {first.value or 0.0:.4g}, limit {first.limit:.4g}"
+        return _with(_updated(rollout, state=state, violation=first, waiting_for=""), By(now), state.word, reason)
     if not running or rollout.waiting_for or rollout.baked_s < rollout.plan.step[rollout.step - 1].bake_s:
         return rollout
     if rollout.step == len(rollout.plan.step):
@@ -123,13 +125,6 @@ def _steered(rollout: Rollout, by: By, what: str, to: State, possible: tuple[Sta
     else:
         begun = rollout
     return _with(_updated(begun, state=to), by, EVENTS[what], by.reason)
-
-
-def _violated(rollout: Rollout, reading: GuardrailReading, now: datetime) -> Rollout:
-    halt = rollout.plan.on_violation == "halt"
-    state = State.HALTED if halt else State.ROLLED_BACK
-    reason = f"{reading.guardrail} is {reading.value or 0.0:.4g}, limit {reading.limit:.4g}"
-    return _with(_updated(rollout, state=state, violation=reading, waiting_for=""), By(now), state.word, reason)
 
 
 def _with(rollout: Rollout, by: By, event: str, reason: str = "") -> Rollout:

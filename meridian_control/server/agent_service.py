@@ -91,7 +91,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 if connection.overflowed and connection.outgoing.empty():
                     # Responses were left out, so the agent must come back with a snapshot.
                     break
-            if (failed := _failure(connection, reader)) is not None:
+            failed = (reader.exception() if reader.done() else None) or connection.failure
+            if failed is not None:
                 reason = failed.code if isinstance(failed, MeridianError) else MeridianError.code
                 raise failed
             reason = connection.closing or ("overflow" if connection.overflowed else "agent_closed")
@@ -192,12 +193,6 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
 def _connected(engine: fleet_pb2.Engine) -> int:
     return engine.connect_time.ToNanoseconds()
-
-
-def _failure(connection: Connection, reader: asyncio.Task[None]) -> BaseException | None:
-    """Return the error that ends a stream, None if there is none."""
-    failed = reader.exception() if reader.done() else None
-    return failed or connection.failure
 
 
 async def _first(requests: AsyncIterator[agent_pb2.ConnectRequest]) -> agent_pb2.ConnectRequest | None:

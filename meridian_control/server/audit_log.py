@@ -142,7 +142,8 @@ class AuditLog:
                     # An id is the time in microseconds and a random part, so that replicas need not agree on the next
                     # id; but it is above all ids so far, even if the clock was set back or differs between replicas.
                     newest = await connection.scalar(select(func.max(_records.c.id))) or 0
-                    record_id = max(_first_id(now), newest + 1) + secrets.randbits(10)
+                    # 1024 ids belong to each microsecond.
+                    record_id = max(int(now.timestamp() * 1e6) << 10, newest + 1) + secrets.randbits(10)
                     await connection.execute(insert(_records).values(id=record_id, **row))
                     await self._prune(connection)
                 return record_id
@@ -182,11 +183,6 @@ def wanted(
 def full_name(method: str) -> str:
     """Return a method's name with its package, which callers may leave out."""
     return method if "." in method else f"{PACKAGE}{method}"
-
-
-def _first_id(time: datetime) -> int:
-    """Return the smallest id of a record made at `time`; 1024 ids belong to each microsecond."""
-    return int(time.timestamp() * 1e6) << 10
 
 
 def _storable(text: str) -> str:

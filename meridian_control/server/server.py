@@ -100,20 +100,16 @@ class ControlServer:
         names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
 
-    async def _serve_health(self, listen: str) -> None:
-        """Serve gRPC health alone and without TLS, for probes that do not support TLS. Raises OSError."""
-        self._probed = grpc_server.server([("grpc.so_reuseport", 0)], [self.gate])
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
-        _bind(self._probed, listen)
-        await self._probed.start()
-
     async def start(self, listen: str, tls: grpc.ServerCredentials | None = None, health: str = "") -> int:
         """Serve on the address `listen` and return the port. Raises OSError if an address cannot be bound.
 
-        health: address that serves gRPC health alone, none if empty.
+        health: address that serves gRPC health alone and without TLS, for probes that do not support TLS; none if empty.
         """
         if health:
-            await self._serve_health(health)
+            self._probed = grpc_server.server([("grpc.so_reuseport", 0)], [self.gate])
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
+            _bind(self._probed, health)
+            await self._probed.start()
         port = _bind(self._server, listen, tls)
         await self._server.start()
         for name in ("", *SERVICES):

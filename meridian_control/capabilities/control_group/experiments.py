@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 MAX_EXPERIMENTS = 8
 # Sections of the policy that have no effect on when thinking ends. Of budgets and pressure only entries in force have.
 UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "engine", "budget", "pressure", "preemption"}
-TREATED, CONTROL = "treated", "control"
 # Counts that add up: of requests of the control group by what shortening would have done to their answer, all of
 # `Savings`, of an arm, and of ends.
 VERDICTS = ("judged", "judged_stops", "harmful", "unjudged")
@@ -103,7 +102,8 @@ class Experiment:
         think_tokens, answer_tokens = int(table.think_tokens[slot]), int(table.output_tokens[slot])
         if not (table.counted[slot] and think_tokens):
             return []
-        has_answer = _has_answer(table, slot, reason)
+        ended, thinks = bool(table.ended[slot]), bool(table.phase[slot] == agent_pb2.PHASE_THINK)
+        has_answer = reason in FINISHED and ended and not thinks
         arm = self.counts.control if request is not None else self.counts.treated
         arm.requests += 1
         arm.think_tokens += think_tokens
@@ -112,7 +112,8 @@ class Experiment:
         if has_answer and not handed_over:
             arm.answers += 1
             arm.answer_tokens += answer_tokens
-        thought_again = _thought_again(table, slot)
+        # The second thinking may have no end.
+        thought_again = bool(table.reentered[slot]) or (ended and thinks)
         arm.reentries += thought_again
         arm.aborts += reason == agent_pb2.FINISH_REASON_ABORT
         arm.lengths += reason in CUT
@@ -257,13 +258,3 @@ def _count_end(
         counts.reentries += 1
     elif reason in FINISHED and answer_tokens <= EMPTY_ANSWER:
         counts.empty_answers += 1
-
-
-def _has_answer(table: RequestTable, slot: int, reason: agent_pb2.FinishReason.ValueType) -> bool:
-    """Whether the request finished by itself or by its length, after its thinking had ended."""
-    return reason in FINISHED and bool(table.ended[slot]) and table.phase[slot] != agent_pb2.PHASE_THINK
-
-
-def _thought_again(table: RequestTable, slot: int) -> bool:
-    """Whether the request thought again after the end of its thinking; this second thinking may have no end."""
-    return bool(table.reentered[slot] or (table.ended[slot] and table.phase[slot] == agent_pb2.PHASE_THINK))
