@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ from meridian_control.app.background import Job
 from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
 from meridian_control.capabilities import listed
 from meridian_control.common.client_credentials import ClientCredentials
-from meridian_control.common.steady_clock import SteadyClock
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.freeze_store import FreezeStore
 from meridian_control.fleet.known_engines import KnownEngines
@@ -22,8 +22,7 @@ from meridian_control.fleet.membership import Replica, Replicas, new_id
 from meridian_control.fleet.part import Beside, keep_ticking
 from meridian_control.fleet.peers import Peers
 from meridian_control.fleet.whole_fleet import WholeFleet
-from meridian_control.policy.directory import PolicyDirectory
-from meridian_control.policy.directory import initial_policy
+from meridian_control.policy.directory import PolicyDirectory, initial_policy
 from meridian_control.policy.store import PolicyStore
 from meridian_control.rollout.driver import Rollouts
 from meridian_control.rollout.store import RolloutStore
@@ -41,6 +40,24 @@ if TYPE_CHECKING:
     from meridian_control.journal.log import DecisionLog
     from meridian_control.server.interceptor import Gate
     from meridian_control.server.rate_limits import CallLimits
+
+# Linux's monotonic clock stands still while the machine is suspended, and this clock does not.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+class SteadyClock:
+    """Returns a time that starts at `began`, an aware time, and from then on advances as seconds pass.
+
+    Durations and the order of events within a process come from such a clock, because the time of day may be set back
+    or forward while the process runs. elapsed_s: returns seconds that only grow.
+    """
+
+    def __init__(self, began: datetime, elapsed_s: Callable[[], float] = lambda: time.clock_gettime(_CLOCK)) -> None:
+        self._began, self._elapsed_s = began, elapsed_s
+        self._began_s = elapsed_s()
+
+    def __call__(self) -> datetime:
+        return self._began + timedelta(seconds=self._elapsed_s() - self._began_s)
 
 
 @dataclass(frozen=True)

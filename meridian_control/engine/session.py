@@ -18,7 +18,6 @@ from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import BadReport, InvalidRequest
 from meridian_control.common.slices import at_once
 from meridian_control.engine.decision_ledger import Ledger
-from meridian_control.engine.directive_parts import DIRECTIVES_BYTES, parts_of
 from meridian_control.engine.effective_policies import EffectivePolicies
 from meridian_control.engine.freeze_state import FreezeState
 from meridian_control.engine.operator_ends import ENDING, OperatorEnd, state_of
@@ -50,6 +49,11 @@ if TYPE_CHECKING:
 ACK_INTERVAL_S, ACK_LEASE_SHARE = 1.0, 0.25
 # About the memory of a decision without an outcome, with the values that its rule saw.
 DECISION_BYTES = 640
+# Largest number of bytes of Directives; gRPC accepts four times as many. A plan, which stays whole, has at most 8 bytes
+# for each request of the largest engine.
+DIRECTIVES_BYTES = 1 << 20
+# Lists of decisions in the order in which an agent takes them in, which is that of the fields; the plan comes last.
+KINDS = tuple(field.name for field in agent_pb2.Directives.DESCRIPTOR.fields if field.is_repeated)
 
 Out = list[agent_pb2.ConnectResponse]
 
@@ -388,3 +392,23 @@ class Session:
             return []
         self._answered_at = now
         return [response] if size <= DIRECTIVES_BYTES else parts_of(directives)
+
+
+def parts_of(directives: agent_pb2.Directives) -> Out:
+    """Return the same decisions, in the order in which an agent takes them in, as messages of at most DIRECTIVES_BYTES
+    each."""
+    parts = [agent_pb2.Directives(step=directives.step)]
+    used = empty = parts[0].ByteSize()
+    for kind in KINDS:
+        for decision in getattr(directives, kind):
+            size = decision.ByteSize() + 8
+            if used + size > DIRECTIVES_BYTES and used > empty:
+                parts.append(agent_pb2.Directives(step=directives.step))
+                used = empty
+            getattr(parts[-1], kind).append(decision)
+            used += size
+    if directives.HasField("plan"):
+        if used + directives.plan.ByteSize() + 8 > DIRECTIVES_BYTES and used > empty:
+            parts.append(agent_pb2.Directives(step=directives.step))
+        parts[-1].plan.CopyFrom(directives.plan)
+    return [agent_pb2.ConnectResponse(directives=part) for part in parts]

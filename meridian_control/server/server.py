@@ -16,8 +16,8 @@ from meridian.v1 import (
     rollout_pb2_grpc,
 )
 
-from meridian_control.server import agent_messages, grpc_server
-from meridian_control.server.agent_service import CONNECT_METHOD, AgentService
+from meridian_control.server import grpc_server
+from meridian_control.server.agent_service import CONNECT_METHOD, AgentService, parse
 from meridian_control.server.audit_log import AuditLog
 from meridian_control.server.audit_service import AuditService
 from meridian_control.server.client_faults import ClientFaults
@@ -82,7 +82,7 @@ class ControlServer:
     ) -> None:
         self._fleet, faults = whole.fleet, ClientFaults()
         audit, limiter = AuditLog(store.database, clock), Limiter(limits or CallLimits())
-        parsers = {CONNECT_METHOD: agent_messages.parse}
+        parsers = {CONNECT_METHOD: parse}
         self.gate = Gate(access or Access(), limiter, audit, faults, parsers=parsers)
         self._watching, self._health = FleetService(whole), HealthServicer()
         self._probed: grpc.aio.Server | None = None
@@ -103,7 +103,8 @@ class ControlServer:
     async def start(self, listen: str, tls: grpc.ServerCredentials | None = None, health: str = "") -> int:
         """Serve on the address `listen` and return the port. Raises OSError if an address cannot be bound.
 
-        health: address that serves gRPC health alone and without TLS, for probes that do not support TLS; none if empty.
+        health: address that serves gRPC health alone and without TLS, for probes that do not support TLS; none if
+        empty.
         """
         if health:
             self._probed = grpc_server.server([("grpc.so_reuseport", 0)], [self.gate])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.opened_request import MAX_SLOTS
-from meridian_control.engine import directive_parts
-from meridian_control.engine.directive_parts import DIRECTIVES_BYTES, KINDS, parts_of
+from meridian_control.engine.session import DIRECTIVES_BYTES, KINDS, parts_of
 
 MOST = 2**63
 
@@ -46,4 +45,4 @@ def test_the_parts_have_all_decisions_in_their_order() -> None:
 def test_the_agent_takes_kinds_in_in_the_same_order() -> None:
     from meridian_agent.link.messages import DECISION_KINDS
 
-    assert directive_parts.KINDS == DECISION_KINDS
+    assert KINDS == DECISION_KINDS

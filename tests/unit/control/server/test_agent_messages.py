@@ -11,7 +11,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
-from meridian_control.server.agent_messages import COUNTED, parse
+from meridian_control.server.agent_service import COUNTED, parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

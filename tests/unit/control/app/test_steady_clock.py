@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from meridian_control.common.steady_clock import SteadyClock
+from meridian_control.app.assembly import SteadyClock
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 
