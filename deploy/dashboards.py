@@ -96,6 +96,11 @@ def total(metric: str, *by: str, where: str = "") -> str:
     return f"sum{grouped}(rate({metric}{{{where}}}{RATE}))".replace("{}", "")
 
 
+def by(metric: str, *labels: str, where: str = "") -> tuple[str, str]:
+    """Return a query for the summed rate of a counter by labels, and a legend with these labels."""
+    return total(metric, *labels, where=where), " ".join(f"{{{{{label}}}}}" for label in labels)
+
+
 def quantiles(metric: str) -> list[tuple[str, str]]:
     rate = f"sum by (le) (rate({metric}_bucket{RATE}))"
     return [(f"histogram_quantile({q}, {rate})", f"p{round(100 * q)}") for q in (0.5, 0.95, 0.99)]
@@ -305,24 +310,19 @@ FLEET = {
             ("sum(meridian_engine_running_requests)", "running"),
             ("sum(meridian_engine_waiting_requests)", "waiting"),
         ),
-        panel(
-            "Requests by phase",
-            "short",
-            ("sum by (phase) (meridian_engine_requests)", "{{phase}}"),
-            stacked=True,
-        ),
+        panel("Requests by phase", "short", ("sum by (phase) (meridian_engine_requests)", "{{phase}}"), stacked=True),
         panel(
             "KV cache in use",
             "percentunit",
             ("max(meridian_engine_kv_used_ratio)", "highest"),
             ("avg(meridian_engine_kv_used_ratio)", "mean"),
         ),
-        panel("Preemptions", "reqps", (total("meridian_preemptions_total", "phase"), "{{phase}}")),
+        panel("Preemptions", "reqps", by("meridian_preemptions_total", "phase")),
         panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
     ],
     "Tenants, budgets and pressure": [
         TENANTS,
-        panel("Thinking by budget", TOKENS, (total("meridian_budget_think_tokens_total", "budget"), "{{budget}}")),
+        panel("Thinking by budget", TOKENS, by("meridian_budget_think_tokens_total", "budget")),
         panel("Budgets, left", "percentunit", ("min by (budget) (meridian_budget_left_ratio)", "{{budget}}")),
         panel("Pressure, highest level", "short", ("max by (pressure) (meridian_pressure_level)", "{{pressure}}")),
     ],
@@ -330,7 +330,7 @@ FLEET = {
         panel(
             "Ends of thinking",
             "reqps",
-            (total("meridian_think_ends_total", "reason"), "{{reason}}"),
+            by("meridian_think_ends_total", "reason"),
             text="The suffix _shadowed marks ends that a rule in shadow decided but that were not applied.",
             stacked=True,
         ),
@@ -340,7 +340,7 @@ FLEET = {
             ("max by (state) (meridian_self_calibrations)", "{{state}}"),
             text="Models and SLO classes for which the control plane looks for a rule by itself.",
         ),
-        panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
+        panel("After the end of thinking", "reqps", by("meridian_answers_total", "kind")),
         panel(
             "Forced ends, decided and applied",
             "reqps",
@@ -350,13 +350,13 @@ FLEET = {
         panel(
             "Tokens saved, against the cap",
             TOKENS,
-            (total("meridian_tokens_saved_against_cap_total", "reason"), "{{reason}}"),
+            by("meridian_tokens_saved_against_cap_total", "reason"),
             text="Thinking tokens between the end that a rule forced and the cap: an upper bound of the saving.",
         ),
         panel(
             "Tokens that rules in shadow would save",
             TOKENS,
-            (total("meridian_tokens_saved_shadow_estimate_total", "section", "reason"), "{{section}} {{reason}}"),
+            by("meridian_tokens_saved_shadow_estimate_total", "section", "reason"),
             text="Thinking tokens that enforcing the rules would save. The reason any counts each request once, from "
             "the first rule of the section that fired.",
         ),
@@ -368,15 +368,15 @@ FLEET = {
     ],
     "Control group": CONTROL_GROUP,
     "Decisions and probes": [
-        panel("Decisions", "ops", (total("meridian_decisions_total", "kind"), "{{kind}}")),
-        panel("Outcomes of decisions", "ops", (total("meridian_outcomes_total", "outcome"), "{{outcome}}")),
+        panel("Decisions", "ops", by("meridian_decisions_total", "kind")),
+        panel("Outcomes of decisions", "ops", by("meridian_outcomes_total", "outcome")),
         panel(
             "Age of decisions when applied",
             "short",
             *quantiles("meridian_decision_staleness_steps"),
             text="Engine steps between the report that a decision was taken from and the report that it was applied.",
         ),
-        panel("Probes", "ops", (total("meridian_outcomes_total", "outcome", where=PROBES), "{{outcome}}")),
+        panel("Probes", "ops", by("meridian_outcomes_total", "outcome", where=PROBES)),
         panel("Tokens per probe", "short", (f"{total('meridian_agent_probe_tokens_total')} / {MEASURED}", "computed")),
     ],
     "The control plane": [
@@ -387,12 +387,8 @@ FLEET = {
             (total("meridian_token_events_total"), "tokens"),
             (total("meridian_requests_total"), "requests"),
         ),
-        panel("Ends of streams", "ops", (total("meridian_stream_ends_total", "reason"), "{{reason}}")),
-        panel(
-            "Calls",
-            "reqps",
-            (total("grpc_server_handled_total", "grpc_method", "grpc_code"), "{{grpc_method}} {{grpc_code}}"),
-        ),
+        panel("Ends of streams", "ops", by("meridian_stream_ends_total", "reason")),
+        panel("Calls", "reqps", by("grpc_server_handled_total", "grpc_method", "grpc_code")),
         panel(
             "Messages",
             "ops",
@@ -411,7 +407,7 @@ def gauge(metric: str) -> tuple[str, str]:
 
 
 def rate(metric: str) -> tuple[str, str]:
-    return total(metric, "engine", where=ONE), PER
+    return by(metric, "engine", where=ONE)
 
 
 FAULTS = f"sum by (engine) (max by (engine, cause) (meridian_agent_faults_total{{{ONE}}}))"
@@ -465,14 +461,14 @@ ENGINE = {
         panel(
             "Blocks reclaimed, by tier",
             "ops",
-            (total("meridian_agent_blocks_reclaimed_total", "engine", "tier", where=ONE), "{{engine}} {{tier}}"),
+            by("meridian_agent_blocks_reclaimed_total", "engine", "tier", where=ONE),
         ),
     ],
     "Cost of the agent": [
         panel(
             "Agent, share of a core, by part",
             "percentunit",
-            (total("meridian_agent_seconds_total", "engine", "part", where=ONE), "{{engine}} {{part}}"),
+            by("meridian_agent_seconds_total", "engine", "part", where=ONE),
         ),
         panel("vLLM's scheduler, share of that thread", "percentunit", rate("meridian_agent_scheduler_seconds_total")),
         panel(
@@ -544,9 +540,9 @@ ROLLOUT = {
         panel("Time to output token", "s", *quantiles("meridian_ttot_seconds")),
         panel("Inter-token latency of answers", "s", *quantiles("meridian_output_itl_seconds")),
         panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
-        panel("Ends of thinking", "reqps", (total("meridian_think_ends_total", "reason"), "{{reason}}"), stacked=True),
-        panel("After the end of thinking", "reqps", (total("meridian_answers_total", "kind"), "{{kind}}")),
-        panel("Preemptions", "reqps", (total("meridian_preemptions_total", "phase"), "{{phase}}")),
+        panel("Ends of thinking", "reqps", by("meridian_think_ends_total", "reason"), stacked=True),
+        panel("After the end of thinking", "reqps", by("meridian_answers_total", "kind")),
+        panel("Preemptions", "reqps", by("meridian_preemptions_total", "phase")),
     ],
 }
 
