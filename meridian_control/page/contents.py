@@ -20,7 +20,7 @@ from meridian_control.common.decision_words import last_text, short, spelled
 from meridian_control.common.engine_words import Condition, condition, lasting, troubles
 from meridian_control.common.enum_names import phase_name
 from meridian_control.common.errors import StoreUnavailable
-from meridian_control.common.plain_data import plain
+from meridian_control.common.plain_data import plain, same
 from meridian_control.engine.decision_ledger import CARRIED_OUT
 from meridian_control.fleet import decision_queries
 from meridian_control.fleet.part import Attention, Shown, answer_of, each
@@ -263,18 +263,12 @@ def engine_row(
     causes = filter(None, each(parts, lambda part: part.cause(engine)))
     row = {
         "id": engine.engine_id,
-        "incarnation": engine.incarnation,
-        "replica": engine.replica,
-        "model": engine.model,
+        **same(engine, "incarnation", "replica", "model"),
         **condition(engine, now, reasons, causes)._asdict(),
-        "revision": engine.revision,
-        "acked_revision": engine.acked_revision,
+        **same(engine, "revision", "acked_revision"),
         "step_time_ms": round(engine.step_time_ms, 1),
         "kv_used": round(engine.kv_used, 3),
-        "running": engine.running,
-        "waiting": engine.waiting,
-        "thinking": engine.thinking,
-        "answering": engine.answering,
+        **same(engine, "running", "waiting", "thinking", "answering"),
         "ends": counts_text(engine.ends.items()),
     }
     for entries in each(parts, lambda part: part.show_row(engine)):
