@@ -1,10 +1,9 @@
 """Implements `meridianctl audit`, which lists the audit records. The module uses one thread and blocking calls."""
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import audit_pb2
 
 from meridian_control.cli.console import (
@@ -43,13 +42,9 @@ def audit(
     output: OutputOption = Output.table,
 ) -> None:
     """List the calls that changed something and the calls that were refused, newest first."""
+    times: dict[str, Any] = {"since": since, "until": until}
     request = audit_pb2.ListAuditRequest(
-        principal=principal,
-        method=method,
-        outcome=outcome,
-        request_id=request_id,
-        since=_stamp(since),
-        until=_stamp(until),
+        principal=principal, method=method, outcome=outcome, request_id=request_id, **times
     )
     with connect(context) as client:
         records = first(limit, client.audit.ListAudit, request, "records")
@@ -60,11 +55,3 @@ def audit(
         who = (stamp_text(r.time), r.principal, r.role, r.peer)
         add(table, *who, method, r.outcome, r.before_etag, r.after_etag, what, r.error or r.reason)
     show(records, output, table, "no recorded call matches")
-
-
-def _stamp(time: datetime | None) -> Timestamp | None:
-    if time is None:
-        return None
-    stamp = Timestamp()
-    stamp.FromDatetime(time)
-    return stamp

@@ -6,7 +6,6 @@ from contextlib import suppress
 from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.errors import BadReport
@@ -83,6 +82,5 @@ def given_freezes(record: fleet_pb2.TraceRecord) -> tuple[Freeze, ...]:
 
 
 def _record(session: Session, now: datetime, **fields: Any) -> fleet_pb2.TraceRecord:
-    time = Timestamp()
-    time.FromDatetime(now)
-    return fleet_pb2.TraceRecord(time=time, engine_id=session.hello.engine_id, session_id=session.session_id, **fields)
+    fields |= {"time": now, "engine_id": session.hello.engine_id, "session_id": session.session_id}
+    return fleet_pb2.TraceRecord(**fields)

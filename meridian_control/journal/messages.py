@@ -40,7 +40,7 @@ OPENED = (
 )
 DECIDED = (
     *("decision_id", "session_id", "revision", "kind", "reason", "shadow", "outcome", "outcome_think_tokens"),
-    *("detail", "measured_eat_nats", "operator_reason"),
+    *("detail", "measured_eat_nats", "operator_reason", "time", "outcome_time"),
 )
 
 
@@ -154,35 +154,21 @@ def key_of(life: fleet_pb2.RequestLife) -> tuple[str, str, str]:
 
 def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:
     opened, (events, left_out) = life.opened, log.events_of(life)
-    message = fleet_pb2.RequestLife(
+    return fleet_pb2.RequestLife(
         **same(life, "engine_id", "incarnation", "joined_late", "think_tokens", "output_tokens"),
+        **same(life, "open_time", "close_time"),
         **same(opened, *OPENED),
         min_think_tokens=opened.min_think_tokens or None,
         events=map(_event, events),
         events_left_out=left_out,
     )
-    message.open_time.FromDatetime(life.open_time)
-    if life.close_time is not None:
-        message.close_time.FromDatetime(life.close_time)
-    return message
 
 
 def _event(event: LifeEvent | Decision) -> fleet_pb2.RequestEvent:
     if isinstance(event, Decision):
-        seen, kind, detail = event.signals, "decision", ""
-        phase = seen.phase
-    else:
-        seen, kind, detail, phase = event, event.kind, event.detail, event.phase  # type: ignore[assignment]
-    message = fleet_pb2.RequestEvent(
-        kind=kind,
-        phase=phase,  # type: ignore[arg-type]
-        think_tokens=seen.think_tokens,
-        output_tokens=seen.output_tokens,
-        detail=detail,
-        decision=decision_message(event) if isinstance(event, Decision) else None,
-    )
-    message.time.FromDatetime(event.time)
-    return message
+        seen = same(event.signals, "phase", "think_tokens", "output_tokens")
+        return fleet_pb2.RequestEvent(kind="decision", decision=decision_message(event), **seen, **same(event, "time"))
+    return fleet_pb2.RequestEvent(**same(event, "kind", "time", "phase", "think_tokens", "output_tokens", "detail"))
 
 
 def decision_message(decision: Decision) -> fleet_pb2.LoggedDecision:
@@ -197,9 +183,6 @@ def decision_message(decision: Decision) -> fleet_pb2.LoggedDecision:
         detail.fill(message)
     for row in compared(decision):
         message.comparisons.add(**dict(zip(("signal", "value", "operator", "limit_name", "limit"), row, strict=True)))
-    message.time.FromDatetime(decision.time)
-    if decision.outcome_time is not None:
-        message.outcome_time.FromDatetime(decision.outcome_time)
     return message
 
 
@@ -334,4 +317,3 @@ def _floor(decision: Decision, policy: Policy) -> Compared:
     own, floor = decision.life.opened.min_think_tokens, policy.scheduler.min_think_tokens
     name = "scheduler.min_think_tokens" if floor >= own else "own min_think_tokens"
     return THINK_TOKENS, decision.signals.think_tokens, ">=", name, max(floor, own)
-

@@ -11,6 +11,7 @@ from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.look import time_text
 from meridian_control.common.paging import page
+from meridian_control.common.plain_data import same
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.server.interceptor import said_by
 from meridian_control.server.policy_service import check_texts
@@ -107,9 +108,6 @@ def _to_message(freeze: Freeze) -> freeze_pb2.StoredFreeze:
     match = freeze_pb2.FreezeMatch(
         engine_ids=freeze.match.engine_ids, model=freeze.match.model, engine_labels=dict(freeze.match.engine_labels)
     )
-    message = freeze_pb2.StoredFreeze(
-        freeze_id=freeze.freeze_id, match=match, author=freeze.author, reason=freeze.reason
+    return freeze_pb2.StoredFreeze(
+        match=match, **same(freeze, "freeze_id", "author", "reason", "create_time", "end_time")
     )
-    message.create_time.FromDatetime(freeze.create_time)
-    message.end_time.FromDatetime(freeze.end_time)
-    return message

@@ -11,11 +11,11 @@ from datetime import datetime
 from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest, NotFound, StoredPolicyUnreadable
 from meridian_control.common.paging import checked
+from meridian_control.common.plain_data import same
 from meridian_control.policy.diff import Subject, diff, explain
 from meridian_control.policy.formats import from_proto, to_proto
 from meridian_control.policy.model import Policy, Who
@@ -124,7 +124,9 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             raise NotFound("no policy is stored yet")
         return stored
 
-    async def _put(self, policy: Policy, request: Writing, reason: str) -> tuple[StoredRevision, list[policy_pb2.PolicyChange]]:
+    async def _put(
+        self, policy: Policy, request: Writing, reason: str
+    ) -> tuple[StoredRevision, list[policy_pb2.PolicyChange]]:
         """Store a policy and return the revision and its changes; with validate_only, only make the checks."""
         check_texts(request)
         stored: StoredRevision | None
@@ -170,7 +172,7 @@ def check_texts(request: Any) -> None:
 def _subject(request: policy_pb2.ExplainPolicyRequest, live: Subject | None) -> Subject:
     """Return the subject of an explanation: the fields that the caller set, and for the rest the fields found."""
     who = live.who if live else Who()
-    said = {name: getattr(request, name) for name in ("model", "tenant", "slo_class", "effort")}
+    said = same(request, "model", "tenant", "slo_class", "effort")
     who = who._replace(**{name: value for name, value in said.items() if value})
     if request.engine_labels:
         who = who._replace(engine_labels=dict(request.engine_labels))
@@ -186,12 +188,6 @@ def _to_message(stored: StoredRevision) -> policy_pb2.PolicyRevision:
 
 
 def _header(stored: RevisionHeader) -> policy_pb2.PolicyRevision:
-    create_time = Timestamp()
-    create_time.FromDatetime(stored.created_at)
-    return policy_pb2.PolicyRevision(
-        revision=stored.revision,
-        etag=stored.etag,
-        author=stored.author,
-        reason=stored.reason,
-        create_time=create_time,
-    )
+    message = policy_pb2.PolicyRevision(**same(stored, "revision", "etag", "author", "reason"))
+    message.create_time.FromDatetime(stored.created_at)
+    return message
