@@ -11,18 +11,11 @@ from rich.table import Table
 from meridian_control.capabilities.budgets.shown import row as budget_row
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL, Reading, worst
 from meridian_control.capabilities.self_calibration.shown import proof_text, requests_text
-from meridian_control.cli.console import (
-    add,
-    new_table,
-    stamp_text,
-)
+from meridian_control.cli.console import add, new_table, stamp_text
 from meridian_control.common.decision_words import last_text
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.engine_words import condition, names_text
-from meridian_control.common.enum_names import (
-    entropy_backend_name,
-    tier_name,
-)
+from meridian_control.common.enum_names import entropy_backend_name, tier_name
 from meridian_control.common.harm_words import harm_text, kind_text
 from meridian_control.common.look import percent, phase_text
 

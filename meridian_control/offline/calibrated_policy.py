@@ -11,15 +11,7 @@ import numpy as np
 
 from meridian_control.capabilities.control_group.rule import sampled_from
 from meridian_control.offline.candidates import GROUPS
-from meridian_control.offline.rule_replay import (
-    EAT_SENTENCE,
-    GIVE_UP,
-    PROBED,
-    RANK,
-    RPDI,
-    SIGNALS,
-    SOFT,
-)
+from meridian_control.offline.rule_replay import EAT_SENTENCE, GIVE_UP, PROBED, RANK, RPDI, SIGNALS, SOFT
 from meridian_control.policy.drift_schema import SIGNALS as DESCRIBED
 from meridian_control.policy.model import Policy
 from meridian_control.policy.section import INT32_MAX

@@ -21,12 +21,7 @@ from meridian_control.offline.correctness import RIGHT
 from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import CAP, SIGNALS, SOFT, Replay, StoppingRule, Stops, either
 from meridian_control.offline.separation import Separation, scores, separation
-from meridian_control.offline.statistics import (
-    Interval,
-    mean_bound,
-    percentiles,
-    resampled,
-)
+from meridian_control.offline.statistics import Interval, mean_bound, percentiles, resampled
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

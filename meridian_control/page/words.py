@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.common.decision_words import (
-    end_text,
-    event_text,
-    life_state,
-    outcome_text,
-    spelled,
-    why,
-)
+from meridian_control.common.decision_words import end_text, event_text, life_state, outcome_text, spelled, why
 from meridian_control.common.plain_data import plain
 
 if TYPE_CHECKING:

@@ -9,11 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from meridian_control.policy.section import (
-    Positive,
-    Section,
-    field,
-)
+from meridian_control.policy.section import Positive, Section, field
 
 # KV connectors of vLLM that carry a handover, by fabric.
 CONNECTORS = {"nixl": ("NixlConnector", "NixlPullConnector")}

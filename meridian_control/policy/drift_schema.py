@@ -9,12 +9,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from meridian_control.policy.section import (
-    Amount,
-    Count,
-    Section,
-    field,
-)
+from meridian_control.policy.section import Amount, Count, Section, field
 
 MAX_BINS = 16
 # Signals whose distribution a policy may describe, each in the field `<signal>_reference`; all but EAT are read at

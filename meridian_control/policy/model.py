@@ -9,13 +9,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, NamedTuple, Optional, Self, TypeVar, get_origin
 
-from pydantic import (
-    Field,
-    JsonValue,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, JsonValue, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from meridian_control.policy.disagg_schema import DisaggPolicy

@@ -10,9 +10,7 @@ import re
 import tomllib
 from typing import Any, TypeAlias, get_args
 
-from pydantic import (
-    BaseModel,
-)
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
