@@ -110,18 +110,9 @@ class Target:
     context: str
     credentials: ClientCredentials
 
-    def resolve(self) -> tuple[str, ClientCredentials]:
-        """Return the address of the server and the credentials for it. Raises FileError, BadVariable."""
-        server, credentials, _ = self._resolve()
-        return server, credentials
-
-    def where(self) -> str:
-        """Return the address of the server and what gives it. Raises FileError, BadVariable."""
-        server, _, source = self._resolve()
-        return f"{server}, {source}"
-
-    def _resolve(self) -> tuple[str, ClientCredentials, str]:
-        """Return the address of the server, the credentials for it, and what gives the address."""
+    def resolve(self) -> tuple[str, ClientCredentials, str]:
+        """Return the address of the server, the credentials for it, and what gives the address. Raises FileError,
+        BadVariable."""
         named, server, context = "--server", self.server, self.context
         if not server and not context:
             named, server, context = "MERIDIAN_SERVER", read("MERIDIAN_SERVER"), read("MERIDIAN_CONTEXT")
@@ -134,7 +125,7 @@ class Target:
 
     def channel(self) -> grpc.Channel:
         """Return a channel to the server. Raises FileError or BadVariable, also if a file cannot be read."""
-        server, credentials = self.resolve()
+        server, credentials, _ = self.resolve()
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), proxy_option()]
         try:
             tls = credentials.channel()
@@ -358,8 +349,8 @@ def reported(target: Target | None = None) -> Iterator[None]:
         fail(INVALID, str(error))
     except grpc.RpcError as error:
         code = _EXIT_CODES.get(error.code(), FAILED)
-        cause = tls_look.trouble(*target.resolve()) if target and error.code() in tls_look.MAY_BE_TLS else ""
-        where = f"; the called address is {target.where()}" if target and code == UNREACHABLE else ""
+        cause = tls_look.trouble(*target.resolve()[:2]) if target and error.code() in tls_look.MAY_BE_TLS else ""
+        where = "; the called address is {0}, {2}".format(*target.resolve()) if target and code == UNREACHABLE else ""
         fail(code, *(f"{line}{where}" for line in error_lines(error)), *([cause] if cause else []))
 
 

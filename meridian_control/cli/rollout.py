@@ -141,10 +141,11 @@ def rollout_list(
     show(rollouts, output, shown, "no rollout has been started")
 
 
-def _steering(name: str, method: str, request: type[Message], text: str) -> None:
+def _steering(request: type[Message], text: str) -> None:
     """Add a command that changes a rollout by one call, and prints the rollout."""
+    method = request.DESCRIPTOR.name.removesuffix("Request")
 
-    @rollout_app.command(name, help=text)
+    @rollout_app.command(method.removesuffix("Rollout").lower(), help=text)
     def steer(
         context: typer.Context,
         rollout: Active = 0,
@@ -162,21 +163,15 @@ def _steering(name: str, method: str, request: type[Message], text: str) -> None
 
 
 _steering(
-    "pause",
-    "PauseRollout",
     rollout_pb2.PauseRolloutRequest,
     "Stop the clock of the rollout's current step, and print the rollout.\n\nThe engines of the step keep the "
     "candidate policy, and the guardrails stay in force.",
 )
 _steering(
-    "resume",
-    "ResumeRollout",
     rollout_pb2.ResumeRolloutRequest,
     "Continue a paused or halted rollout, and print the rollout. After a halt the current step begins again.",
 )
 _steering(
-    "abort",
-    "AbortRollout",
     rollout_pb2.AbortRolloutRequest,
     "End a rollout, put the policy from before the rollout in force as a new revision, and print the rollout.",
 )

@@ -88,7 +88,7 @@ def _show(context: typer.Context, output: Output, watch: bool) -> None:
 def _ask(context: typer.Context, client: Client) -> tuple[Facts, list[str]]:
     """Return the facts, and the replicas that did not answer."""
     # The command line, the environment or a context may name the address.
-    server, _ = context.obj.resolve()
+    server = context.obj.resolve()[0]
     engines, unreachable = all_engines(client)
     not_known: dict[str, str] = {}
     asks: dict[str, Callable[[], Any]] = {

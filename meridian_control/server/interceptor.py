@@ -57,12 +57,6 @@ CALLERS_FAULTS = {
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-# Kinds of gRPC handler, by (the request is a stream, the response is a stream).
-SHAPES = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
 # Request fields that have their own columns in an audit record.
 _APART = {"author", "etag", "policy", "reason", "request_id"}
 
@@ -96,12 +90,14 @@ class Gate(grpc.aio.ServerInterceptor):
         rule = rule_of(details.method)
         if handler is None:
             return handler
-        attribute, make = SHAPES[bool(handler.request_streaming), bool(handler.response_streaming)]
+        streams = handler.request_streaming, handler.response_streaming
+        attribute = "_".join("stream" if is_stream else "unary" for is_stream in streams)
         gated = _Gated(self, rule, details.method.removeprefix("/"), handler, getattr(handler, attribute))
         behaviour: Any = gated.stream if handler.response_streaming else gated.single
         if rule is OPEN:
             behaviour = gated.open
         # Without a deserializer gRPC hands over bytes, so that nothing is parsed for a caller without permission.
+        make: Callable[..., Handler] = getattr(grpc, f"{attribute}_rpc_method_handler")
         return make(behaviour, None, handler.response_serializer)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
