@@ -241,18 +241,8 @@ def request_table(rows: Iterable[fleet_pb2.LiveRequest], *, wide: bool = False) 
         measured = (r.entropy_nats, r.eat_ema_nats, r.rpdi)
         signals = ("" if math.isnan(value) else f"{value:.3g}" for value in measured)
         rest = (r.model, r.tenant, r.slo_class, r.max_think_tokens or "", tier_name(r.tier)) if wide else ()
-        add(
-            shown,
-            r.engine_id,
-            r.request_id,
-            phase,
-            r.think_tokens,
-            r.output_tokens,
-            *signals,
-            r.rank,
-            last_text(r.last_decision),
-            *rest,
-        )
+        counts = r.think_tokens, r.output_tokens
+        add(shown, r.engine_id, r.request_id, phase, *counts, *signals, r.rank, last_text(r.last_decision), *rest)
     return shown
 
 

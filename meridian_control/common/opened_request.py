@@ -37,17 +37,8 @@ class OpenedRequest:
     __slots__ = (
         *("slot", "request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref"),
         *("prompt_tokens", "max_tokens", "phase", "think_tokens", "output_tokens", "unreported_think_tokens"),
-        *(
-            "min_think_tokens",
-            "max_think_tokens",
-            "remote_decode",
-            "unmeasured",
-            "chat",
-            "sleeping_stops",
-            "refused_slo_class",
-            "ending",
-            "held_bytes",
-        ),
+        *("min_think_tokens", "max_think_tokens", "remote_decode", "unmeasured", "chat", "sleeping_stops"),
+        *("refused_slo_class", "ending", "held_bytes"),
     )
 
     def __init__(self, message: agent_pb2.RequestOpened) -> None:

@@ -24,16 +24,8 @@ if TYPE_CHECKING:
 # numbers.
 MAX_MS, MAX_S, MAX_EXACT = 1e9, 1e10, 2**53
 COUNTERS = (
-    "preempted_think",
-    "output_critical",
-    "blocks_reclaimed",
-    "blocks_expired",
-    "think_skips",
-    "reports_dropped",
-    "probe_tokens",
-    "calm_steps",
-    "full_steps",
-    "recomputed_tokens",
+    *("preempted_think", "output_critical", "blocks_reclaimed", "blocks_expired", "think_skips"),
+    *("reports_dropped", "probe_tokens", "calm_steps", "full_steps", "recomputed_tokens"),
 )
 # Largest number of steps between a decision and the step that carries it out.
 MAX_AGE_STEPS = 10**9

@@ -13,14 +13,15 @@ from pydantic import Field, JsonValue, create_model, field_validator, model_vali
 from pydantic_core import PydanticCustomError
 
 from meridian_control.policy.disagg_schema import DisaggPolicy
-from meridian_control.policy.schema import EnginePolicy, ModelPolicy
-from meridian_control.policy.schema import GatewayPolicy
-from meridian_control.policy.schema import LoopPolicy
-from meridian_control.policy.schema import PreemptionPolicy
 from meridian_control.policy.schema import (
+    EnginePolicy,
     EntropyPolicy,
     FallbackPolicy,
+    GatewayPolicy,
     KvMemoryPolicy,
+    LoopPolicy,
+    ModelPolicy,
+    PreemptionPolicy,
     SchedulerPolicy,
     TelemetryPolicy,
 )
@@ -55,32 +56,14 @@ def _new_fields(section: type[Section]) -> tuple[str, ...]:
 
 PER_REQUEST = {
     "scheduler": (
-        "min_think_tokens",
-        "max_think_tokens",
-        "soft_think_tokens",
-        "soft_close_rank",
-        "empty_answer_extension_tokens",
-        "answer_reserve_tokens",
-        "answer_reserve_for",
+        *("min_think_tokens", "max_think_tokens", "soft_think_tokens", "soft_close_rank"),
+        *("empty_answer_extension_tokens", "answer_reserve_tokens", "answer_reserve_for"),
     ),
     "entropy": (
-        "enabled",
-        "shadow",
-        "ema_alpha",
-        "eat_warmup_samples",
-        "eat_ema_variance_threshold",
-        "eat_level_threshold_nats",
-        "eat_probe_interval_tokens",
-        "eat_probe_placement",
-        "eat_probe_max_rank",
-        "eat_hold_ms",
-        "rank_conditions",
-        "rpdi_threshold",
-        "confirm_sentence_ends",
-        "give_up_tokens",
-        "give_up_eat_nats",
-        "give_up_shadow",
-        "self_calibration",
+        *("enabled", "shadow", "ema_alpha", "eat_warmup_samples", "eat_ema_variance_threshold"),
+        *("eat_level_threshold_nats", "eat_probe_interval_tokens", "eat_probe_placement", "eat_probe_max_rank"),
+        *("eat_hold_ms", "rank_conditions", "rpdi_threshold", "confirm_sentence_ends"),
+        *("give_up_tokens", "give_up_eat_nats", "give_up_shadow", "self_calibration"),
     ),
     "loop": tuple(LoopPolicy.model_fields),
     "preemption": ("may_preempt", "max_prompt_tokens", "preemptible_from_tokens"),

@@ -21,8 +21,8 @@ from meridian_control import __version__
 from meridian_control.common import enum_names
 from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK
 from meridian_control.fleet.part import answer_of, each
-from meridian_control.fleet.views import engine_limits
 from meridian_control.fleet.turns import in_turns
+from meridian_control.fleet.views import engine_limits
 from meridian_control.rollout.state import State
 from meridian_control.telemetry.catalogue import catalogue
 
@@ -57,26 +57,12 @@ ANSWERS = tuple(
     f"{kind}_after_{why}" for kind in ("answered", "empty", "long", "reentry") for why in ("natural", "forced")
 )
 CLIENT_FAULTS = (
-    "invalid_request",
-    "policy_invalid",
-    "unauthenticated",
-    "permission_denied",
-    "host_only",
-    "too_many",
-    "memory_exceeded",
-    "recording_too_slow",
+    *("invalid_request", "policy_invalid", "unauthenticated", "permission_denied"),
+    *("host_only", "too_many", "memory_exceeded", "recording_too_slow"),
 )
 STREAM_ENDS = (
-    "agent_closed",
-    "disconnected",
-    "going_away",
-    "replaced",
-    "overflow",
-    "invalid_request",
-    "memory_exceeded",
-    "internal",
-    "permission_denied",
-    "too_many",
+    *("agent_closed", "disconnected", "going_away", "replaced", "overflow"),
+    *("invalid_request", "memory_exceeded", "internal", "permission_denied", "too_many"),
 )
 
 # Names of the hooks in which an agent may fail.
@@ -147,7 +133,9 @@ class FleetCollector(Collector):
             await answer_of(part, part.before_metrics(), None)
         totals = await self._fleet.totals()
         # After an engine's restart its old stream may still be open, so the newest stream of each engine is used.
-        newest = {s.hello.engine_id: s for s in sorted(self._fleet.connections.sessions, key=attrgetter("connected_at"))}
+        newest = {
+            s.hello.engine_id: s for s in sorted(self._fleet.connections.sessions, key=attrgetter("connected_at"))
+        }
         engines = dict(sorted(newest.items())[:MAX_ENGINE_SERIES])
         states = self._fleet.views.agent_states()
         agents = Counter[int](state for _, state in states)
