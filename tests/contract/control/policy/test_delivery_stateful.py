@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -32,7 +30,7 @@ from tests.fakes.linked import LinkedEngine, until
 from tests.processes import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
+    from collections.abc import Coroutine
 
     from tests.postgres import Postgres
 
@@ -290,30 +288,13 @@ class ReplicatedMachine(DeliveryMachine):
 @pytest.fixture
 def quick() -> settings:
     return settings(
-        max_examples=8,
+        max_examples=6,
         stateful_step_count=15,
         suppress_health_check=list(HealthCheck),
         derandomize=True,
         # Hypothesis does not shrink an example that fails, because each failure takes CONVERGED_S.
         phases=[Phase.generate],
     )
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
-
-
-def test_delivery_keeps_its_promises_on_sqlite(quick: settings, folder: Path) -> None:
-    names = iter(range(10_000))
-
-    class FileMachine(DeliveryMachine):
-        def __init__(self) -> None:
-            type(self).address = f"sqlite+aiosqlite:///{folder / str(next(names))}.db"
-            super().__init__()
-
-    run_state_machine_as_test(FileMachine, settings=quick)
 
 
 # A replica or PostgreSQL that is killed while a connection is being made leaves the connection's socket to the garbage

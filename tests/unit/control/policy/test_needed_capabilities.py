@@ -3,20 +3,14 @@ uses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.policy import needed_capabilities
 from meridian_control.policy.needed_capabilities import missing
 from tests.fakes.agent import ALL, hello
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from meridian_control.policy.model import Policy
 
 CAPABILITIES = ("token_entropy", "force_end", "eat_probe", "dispatch", "reclaim", "template_strips_think")
 
@@ -72,23 +66,6 @@ def test_what_is_shadowed_or_disabled_does_not(sections: dict[str, Any], capabil
     if "override" in sections and section in ("entropy", "loop"):
         quiet["override"] = [{section: {**sections["override"][0][section], **off}}]
     assert missing(policy(**quiet), hello(capabilities=lacking(capability))) == ""
-
-
-def test_engines_that_are_alike_are_compared_with_a_policy_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy with 255 overrides takes hundreds of milliseconds, and a replica has thousands of engines."""
-    compared, real = [], needed_capabilities._asked
-
-    def asks(policy: Policy, hello: agent_pb2.Hello) -> Iterator[tuple[str, str]]:
-        compared.append(hello.labels["host"])
-        return real(policy, hello)
-
-    monkeypatch.setattr(needed_capabilities, "_asked", asks)
-    asked = policy(override=[{"engine_labels": {"pool": "a"}, "scheduler": {"max_think_tokens": 5}}])
-    for number in range(300):
-        labels = {"pool": "ab"[number % 2], "host": str(number)}
-        said = missing(asked, hello(str(number), labels=labels, capabilities=lacking("force_end")))
-        assert bool(said) == (labels["pool"] == "a")
-    assert compared == ["0", "1"]
 
 
 def lacks(**paths: str) -> str:

@@ -1,7 +1,6 @@
 """The policy schema: what it accepts, the exact text of every refusal, and the three forms it converts between."""
 
 import math
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,15 +31,8 @@ from meridian_control.policy.formats import (
 )
 from meridian_control.policy.model import Override, Policy, Who
 from meridian_control.policy.schema import (
-    EnginePolicy,
-    EntropyPolicy,
-    FallbackPolicy,
     GatewayPolicy,
-    KvMemoryPolicy,
-    ModelPolicy,
     RankCondition,
-    SchedulerPolicy,
-    TelemetryPolicy,
 )
 from meridian_control.policy.section import INT32_MAX, MAX_LEASE_MS, MIN_LEASE_MS
 
@@ -363,26 +355,6 @@ def test_load(tmp_path: Path) -> None:
         load_config(path)
     with pytest.raises(PolicyError, match=r"cannot be read: Is a directory"):
         load_config(tmp_path)
-
-
-def test_the_message_says_of_each_field_what_the_schema_says() -> None:
-    text = (Path(__file__).parents[4] / "proto/meridian/v1/policy.proto").read_text()
-    models: list[type[BaseModel]] = [
-        SchedulerPolicy,
-        EntropyPolicy,
-        KvMemoryPolicy,
-        TelemetryPolicy,
-        FallbackPolicy,
-        EnginePolicy,
-        ModelPolicy,
-    ]
-    for model in models:
-        body = re.search(rf"^message {model.__name__} {{\n(.*?)^}}", text, re.DOTALL | re.MULTILINE)
-        assert body is not None
-        said = dict[str, str]()
-        for comment, field in re.findall(r"((?: *//[^\n]*\n)+) *[\w. ]+ (\w+) = \d+;", body[1]):
-            said[field] = " ".join(line.strip(" /") for line in comment.splitlines())
-        assert said == {field: info.description for field, info in model.model_fields.items()}
 
 
 @pytest.mark.parametrize("value", [None, [1, None], {"b": None}, 10**400, [-(10**400)]], ids=range(5))

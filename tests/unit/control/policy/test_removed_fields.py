@@ -152,25 +152,6 @@ def test_other_numbers_and_other_sections_have_no_such_field() -> None:
             parse_toml(text)
 
 
-def test_a_field_of_entries_and_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table has one entry for the field of all budgets, pressure entries or models."""
-    gone = Removed("0.3.0", 99, 0, "use nothing")
-    monkeypatch.setitem(REMOVED, ("budget", "grace"), gone)
-    monkeypatch.setitem(REMOVED, ("model", "grace"), gone)
-    text = '[[budget]]\nname = "b"\ntokens_per_day = 1\ngrace = {0}\n[model."a.b"]\ngrace = {0}'
-    with pytest.raises(PolicyError) as caught:
-        parse_toml(text.format(5))
-    assert sorted(str(caught.value).splitlines()) == [
-        f"{path}.grace was removed after version 0.3.0: use nothing" for path in ("budget[0]", 'model."a.b"')
-    ]
-    assert [field.value for field in parse_stored_toml(text.format(5))[1]] == [5, 5]
-    assert parse_stored_toml(text.format(0))[1] == []
-    message = policy_pb2.Policy()
-    message.budget.add(name="b", tokens_per_day=1).MergeFromString(encoded("grace", gone, 5))
-    message.model["a.b"].MergeFromString(encoded("grace", gone, 5))
-    assert [field.value for field in from_older_proto(message)[1]] == [5, 5]
-
-
 # -------------------------------------------------------------------------------------------------------------- stores
 
 
