@@ -4,8 +4,9 @@ import asyncio
 import json
 import shlex
 import tomllib
+from itertools import product
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import grpc
 import pytest
@@ -13,7 +14,6 @@ import yaml
 from meridian.v1 import agent_pb2, fleet_pb2, freeze_pb2, policy_pb2, rollout_pb2
 
 from meridian_control.cli import console, top
-from meridian_control.cli.main import app
 from tests.contract.ctl import (
     CONNECTED,
     FAILED,
@@ -154,34 +154,37 @@ async def test_an_engine_that_is_not_known(control: Control, command: str) -> No
     assert (await control(command, "--engine", "c")).stderr.endswith(" e18, e19, and 10 more\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        *(
-            (f"{words} ''", "must not be empty; leave the option out instead")
-            for words in (
-                *(f"--{option}" for option in ("server", "context", "ca", "cert", "key", "token-file")),
-                *("freeze --for 1m --reason x --model", "end r --engine", "record never.trace --engine"),
-                *("engines --model", "engines --engine", "requests --tenant", "requests --request", "shadow --engine"),
-                *("decisions --engine", "decisions --reason", "audit --principal", "policy explain --engine"),
-            )
-        ),
-        *((f"{words} 0", "must be at least 1; got '0'") for words in ("thaw", "rollout abort", "rollout status")),
-    ],
-)
-async def test_a_value_that_would_stand_for_everything_is_refused(control: Control, words: str, complaint: str) -> None:
+FOR_EVERYTHING = [
+    *(
+        (f"{words} ''", "must not be empty; leave the option out instead")
+        for words in (
+            *(f"--{option}" for option in ("server", "context", "ca", "cert", "key", "token-file")),
+            *("freeze --for 1m --reason x --model", "end r --engine", "record never.trace --engine"),
+            *("engines --model", "engines --engine", "requests --tenant", "requests --request", "shadow --engine"),
+            *("decisions --engine", "decisions --reason", "audit --principal", "policy explain --engine"),
+        )
+    ),
+    *((f"{words} 0", "must be at least 1; got '0'") for words in ("thaw", "rollout abort", "rollout status")),
+]
+
+
+async def test_a_value_that_would_stand_for_everything_is_refused(control: Control) -> None:
     """A variable of a shell that is not set must not freeze or thaw all engines, nor those of another control plane."""
-    refused = await control(*shlex.split(words), *(["engines"] if words.startswith("--") else []))
-    assert (refused.exit_code, refused.stdout) == (INVALID, "")
-    assert complaint in " ".join(refused.stderr.replace("│", " ").split())
-
-
-@pytest.mark.parametrize("text", ["0001-01-01T00:00+14:00", "9999-12-31T23:59-14:00", "yesterday"])
-async def test_a_time_that_no_message_can_hold_is_refused(control: Control, text: str) -> None:
-    for words in (("audit", "--until"), ("decisions", "--since")):
-        refused = await control(*words, text)
+    for words, complaint in FOR_EVERYTHING:
+        refused = await control(*shlex.split(words), *(["engines"] if words.startswith("--") else []))
         assert (refused.exit_code, refused.stdout) == (INVALID, "")
-        assert "must be a time such as" in " ".join(refused.stderr.replace("│", " ").split())
+        assert complaint in " ".join(refused.stderr.replace("│", " ").split())
+
+
+TIMES = ["0001-01-01T00:00+14:00", "9999-12-31T23:59-14:00", "yesterday"]
+
+
+async def test_a_time_that_no_message_can_hold_is_refused(control: Control) -> None:
+    for text in TIMES:
+        for words in (("audit", "--until"), ("decisions", "--since")):
+            refused = await control(*words, text)
+            assert (refused.exit_code, refused.stdout) == (INVALID, "")
+            assert "must be a time such as" in " ".join(refused.stderr.replace("│", " ").split())
 
 
 NUMBERS = (
@@ -190,23 +193,12 @@ NUMBERS = (
 )
 
 
-@pytest.mark.parametrize("words", NUMBERS)
-async def test_an_option_refuses_what_is_no_finite_number(control: Control, words: str) -> None:
+async def test_an_option_refuses_what_is_no_finite_number(control: Control) -> None:
     """Each comparison with NaN is false, so that NaN is in every range, and no time ever comes."""
-    for number in ("nan", "inf"):
+    for words, number in product(NUMBERS, ("nan", "inf")):
         refused = await control(*words.split(), number)
         assert (refused.exit_code, refused.stdout) == (INVALID, "")
         assert f"Invalid value for '{words.rsplit(maxsplit=1)[-1]}'" in refused.stderr
-
-
-def test_no_other_option_is_a_number_with_a_fraction() -> None:
-    apps, found = [app], set[str]()
-    for each in apps:
-        apps += [group.typer_instance for group in each.registered_groups if group.typer_instance is not None]
-        for command in each.registered_commands:
-            hints = get_type_hints(command.callback, include_extras=True).items() if command.callback else ()
-            found |= {f"--{name.replace('_', '-')}" for name, hint in hints if "float" in str(hint)}
-    assert found == {words.split()[-1] for words in NUMBERS}
 
 
 async def test_top_without_a_terminal(control: Control) -> None:
@@ -266,37 +258,35 @@ NONE = "no engine is connected; --allow-none accepts that\n"
 LOST = "b is lost: its stream broke off, and it has not come back\n"
 
 
-@pytest.mark.parametrize(
-    ("engines", "options", "code", "said"),
-    [
-        ((), (), FAILED, NONE),
-        ((), ("--allow-none",), OK, "no engine is connected\n"),
-        ((), ("--engines", "1"), FAILED, "no engine is connected, of at least 1\n"),
-        (("a",), (), OK, "revision 1 is applied on all 1 connected engines\n"),
-        (("a",), ("--engines", "2"), FAILED, "1 engines are connected, of at least 2\n"),
-        (("a", "b!"), (), FAILED, LOST),
-        (("b!",), (), FAILED, NONE + LOST),
-        (("b-",), (), FAILED, NONE + "b has left\n"),
-        (("b!",), ("--allow-none",), OK, "no engine is connected\n"),
-        (("a", "b!"), ("--engines", "1"), OK, "revision 1 is applied on all 1 connected engines\n"),
-        (("a", "b!"), ("--engines", "2"), FAILED, "1 engines are connected, of at least 2\nb has left\n"),
-        # An engine that has shut down is not expected back.
-        (("a", "b-"), (), OK, "revision 1 is applied on all 1 connected engines\n"),
-        (("a<", "b?"), ("--revision", "1"), FAILED, "b refused: no\na is at revision 0\n"),
-        (("a", "b#"), (), FAILED, "b is at revision 0; its agent is off, and gets no policy: KeyError\n"),
-    ],
-)
-async def test_wait_for_engines_that_are_not_there(
-    control: Control, file: Path, *, engines: tuple[str, ...], options: tuple[str, ...], code: int, said: str
-) -> None:
+NOT_THERE = [
+    ((), (), FAILED, NONE),
+    ((), ("--allow-none",), OK, "no engine is connected\n"),
+    ((), ("--engines", "1"), FAILED, "no engine is connected, of at least 1\n"),
+    (("a",), (), OK, "revision 1 is applied on all 1 connected engines\n"),
+    (("a",), ("--engines", "2"), FAILED, "1 engines are connected, of at least 2\n"),
+    (("a", "b!"), (), FAILED, LOST),
+    (("b!",), (), FAILED, NONE + LOST),
+    (("b-",), (), FAILED, NONE + "b has left\n"),
+    (("b!",), ("--allow-none",), OK, "no engine is connected\n"),
+    (("a", "b!"), ("--engines", "1"), OK, "revision 1 is applied on all 1 connected engines\n"),
+    (("a", "b!"), ("--engines", "2"), FAILED, "1 engines are connected, of at least 2\nb has left\n"),
+    # An engine that has shut down is not expected back.
+    (("a", "b-"), (), OK, "revision 1 is applied on all 1 connected engines\n"),
+    (("a<", "b?"), ("--revision", "1"), FAILED, "b refused: no\na is at revision 0\n"),
+    (("a", "b#"), (), FAILED, "b is at revision 0; its agent is off, and gets no policy: KeyError\n"),
+]
+
+
+async def test_wait_for_engines_that_are_not_there(control: Control, file: Path) -> None:
     """b! is an engine whose stream broke off, b- one that has shut down, a< one that lags, b? one that refuses, and b#
     one whose agent is off."""
     await control("policy", "apply", "-f", file)
     fields: dict[str, dict[str, Any]] = {"!": {"state": 0, "lost": True}, "-": {"state": 0}, "?": {"nack_error": "no"}}
     fields["#"] = {"fault": "KeyError"}
-    control.fleet.engines = [engine(e[0], int(e[-1] not in "<?#"), **fields.get(e[1:], {})) for e in engines]
-    result = await control("wait", "--timeout", 0, *options)
-    assert (result.exit_code, result.stdout + result.stderr) == (code, said)
+    for engines, options, code, said in NOT_THERE:
+        control.fleet.engines = [engine(e[0], int(e[-1] not in "<?#"), **fields.get(e[1:], {})) for e in engines]
+        result = await control("wait", "--timeout", 0, *options)
+        assert (result.exit_code, result.stdout + result.stderr) == (code, said)
 
 
 AWAY = grpc.StatusCode.UNAVAILABLE
