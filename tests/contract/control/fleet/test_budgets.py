@@ -1,4 +1,4 @@
-"""Thinking budgets over a real gRPC server and a real store: two replicas with eight engines count exactly, a killed
+"""Thinking budgets over a real gRPC server and a real store: two replicas with four engines count exactly, a killed
 replica loses only what it had not stored, and stages reach every engine."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.contract.streams import Control
     from tests.postgres import Postgres
 
-ENGINES, REQUESTS = 8, 4
+ENGINES, REQUESTS = 4, 3
 FLOOR_TOKENS = 8
 
 
@@ -220,7 +220,7 @@ def replicated(tmp_path: Path, postgres: Postgres) -> Iterator[Replicated]:
 
 
 class Pair:
-    """Two replicas, and eight engines of which each replica has four; an engine whose replica dies moves."""
+    """Two replicas, and four engines of which each replica has two; an engine whose replica dies moves."""
 
     def __init__(self, replicated: Replicated, ending: ExitStack) -> None:
         self._replicated, self._ending = replicated, ending
@@ -231,7 +231,7 @@ class Pair:
             await put_in_force(asked, first)
         targets = [self.one.target, self.two.target]
         self.engines = [
-            self._ending.enter_context(LinkedEngine(targets if number < 4 else targets[::-1], f"e{number}"))
+            self._ending.enter_context(LinkedEngine(targets if number < 2 else targets[::-1], f"e{number}"))
             for number in range(ENGINES)
         ]
         await until(lambda: all(engine.link.lease.revision == 2 for engine in self.engines))
@@ -259,7 +259,7 @@ async def paired(replicated: Replicated, first: Policy) -> AsyncIterator[Pair]:
         yield pair
 
 
-async def test_two_replicas_and_eight_engines_count_exactly_and_a_killed_replica_loses_little(
+async def test_two_replicas_and_four_engines_count_exactly_and_a_killed_replica_loses_little(
     replicated: Replicated,
 ) -> None:
     async with paired(replicated, budgeted(10**9, shadow=True)) as pair:
@@ -284,7 +284,7 @@ async def test_two_replicas_and_eight_engines_count_exactly_and_a_killed_replica
         # Nothing that was stored is lost. A replica stores its tokens every second, so that it loses those of one
         # second, and the reports under way.
         assert BudgetSharing.tick_s <= 5
-        orphans = pair.engines[:4]
+        orphans = pair.engines[:2]
         stored = thought(*orphans)
         pair.step(3, *orphans)
         pair.one.kill()
@@ -315,7 +315,7 @@ async def test_what_engines_think_without_a_stream_counts_at_the_replica_that_ta
         pair.step(40)
         stored = thought(*pair.engines)
         await until_answer(lambda: pair.used(pair.two), stored)
-        orphans, idle = pair.engines[:4], pair.engines[3]
+        orphans, idle = pair.engines[:2], pair.engines[1]
         # The other replica answers nobody, so no engine finds a stream.
         pair.two.signal(signal.SIGSTOP)
         pair.one.kill()
@@ -339,9 +339,9 @@ async def test_what_engines_think_without_a_stream_counts_at_the_replica_that_ta
         async with client(pair.two) as asked:
 
             async def moved() -> bool:
-                pair.step(1, *orphans[:3])
+                pair.step(1, *orphans[:1])
                 told = {name.split("-")[0] for name in await asked.requests(local_only=True)}
-                return {engine.engine_id for engine in orphans[:3]} <= told
+                return {engine.engine_id for engine in orphans[:1]} <= told
 
             await until_answer(moved, True)
         whole = ended + thought(*pair.engines)

@@ -7,11 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import pytest
 from meridian.v1 import agent_pb2, audit_pb2, fleet_pb2
 
 from meridian_control.common.enum_names import outcome_name
-from meridian_control.common.plain_data import plain
 from meridian_control.fleet import thinking_ends
 from meridian_control.fleet.membership import LEASE_S
 from meridian_control.fleet.thinking_ends import MAX_WAIT_MS, NAMED
@@ -31,6 +29,8 @@ from tests.fakes.tables import policy
 from tests.replicated import Replicated, client, until_answer
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.contract.control.app.test_server import Process
     from tests.contract.secured import Secured
     from tests.contract.streams import Control
@@ -247,67 +247,36 @@ async def test_meridianctl(control: Control) -> None:
     assert (await run("end", "x", server="127.0.0.1:1")).exit_code == UNREACHABLE
 
 
-@pytest.mark.parametrize(
-    ("shown", "outcome", "code", "words"),
-    [
-        ("ENDING", "APPLIED", OK, "is being ended by decision 7 (operator) of session s: applied at 9 thinking tokens"),
-        ("ENDING", "ENDED_NATURALLY", OK, ": ended_naturally at 9 thinking tokens"),
-        ("ENDING", "REFUSED", FAILED, "the thinking was not ended: refused"),
-        ("ALREADY_ENDING", "AGENT_OFF", FAILED, "the thinking was not ended: agent_off"),
-        ("ALREADY_ENDING", "UNSPECIFIED", FAILED, "no outcome within 2 s"),
-        ("ANSWERING", "UNSPECIFIED", OK, "is already answering; decision 7 (operator) of session s ended"),
-        ("NOT_THINKING_YET", "UNSPECIFIED", FAILED, "request a on e has generated no token yet"),
-        ("UNKNOWN_MARKERS", "UNSPECIFIED", FAILED, "its engine does not know the thinking markers"),
-        ("CANNOT_FORCE", "UNSPECIFIED", FAILED, "its engine cannot force an end of thinking"),
-        ("AGENT_OFF", "UNSPECIFIED", FAILED, "a fault has switched its engine's agent off"),
-        ("NO_POLICY", "UNSPECIFIED", FAILED, "its engine has not applied a policy yet"),
-    ],
-)
-async def test_words_and_exit_codes(
-    fake_control: FakeControl,  # noqa: F811
-    shown: str,
-    outcome: str,
-    code: int,
-    words: str,
-) -> None:
-    fake_control.fleet.end = fleet_pb2.EndThinkingResponse(
-        state=fleet_pb2.EndThinkingState.Value(f"END_THINKING_STATE_{shown}"),
-        request_id="a",
-        engine_id="e",
-        session_id="s",
-        decision_id=7,
-        reason="operator",
-        outcome=agent_pb2.Outcome.Value(f"OUTCOME_{outcome}"),
-        think_tokens=9,
-    )
-    result = await fake_control("end", "a")
-    assert (result.exit_code, words in result.output) == (code, True), result.output
+WORDS = [
+    ("ENDING", "APPLIED", OK, "is being ended by decision 7 (operator) of session s: applied at 9 thinking tokens"),
+    ("ENDING", "ENDED_NATURALLY", OK, ": ended_naturally at 9 thinking tokens"),
+    ("ENDING", "REFUSED", FAILED, "the thinking was not ended: refused"),
+    ("ALREADY_ENDING", "AGENT_OFF", FAILED, "the thinking was not ended: agent_off"),
+    ("ALREADY_ENDING", "UNSPECIFIED", FAILED, "no outcome within 2 s"),
+    ("ANSWERING", "UNSPECIFIED", OK, "is already answering; decision 7 (operator) of session s ended"),
+    ("NOT_THINKING_YET", "UNSPECIFIED", FAILED, "request a on e has generated no token yet"),
+    ("UNKNOWN_MARKERS", "UNSPECIFIED", FAILED, "its engine does not know the thinking markers"),
+    ("CANNOT_FORCE", "UNSPECIFIED", FAILED, "its engine cannot force an end of thinking"),
+    ("AGENT_OFF", "UNSPECIFIED", FAILED, "a fault has switched its engine's agent off"),
+    ("NO_POLICY", "UNSPECIFIED", FAILED, "its engine has not applied a policy yet"),
+    ("FROZEN", "UNSPECIFIED", FAILED, "request a on e cannot be ended: its engine is frozen"),
+]
 
 
-async def test_a_frozen_engine_ends_no_thinking(control: Control) -> None:
-    with LinkedEngine([control.target]) as linked:
-        await thinking(linked, control, "a")
-        frozen = await ctl(control, "freeze", "--for", "10m", "--reason", "test", "--wait", 0)
-        assert frozen.exit_code in (OK, FAILED), frozen.output
-        await linked.steps_until(lambda: control.engine().freeze.confirmed)
-        result = await ctl(control, "end", "a")
-        assert (result.exit_code, result.stdout) == (FAILED, "")
-        assert result.stderr == "request a on engine cannot be ended: its engine is frozen\n"
-        assert control.engine().decisions["force/operator"] == 0
-
-
-async def test_the_status_page_lists_the_end(control: Control) -> None:
-    with LinkedEngine([control.target]) as linked:
-        await thinking(linked, control, "a")
-        async with stepping(linked):
-            await ended(control.target, "a", reason="a customer waits")
-            await until(lambda: control.engine().ends["operator"])
-        (shown,) = map(plain, await newest_ends(control.parts.whole))
-    assert (shown["reason"], shown["operator_reason"], shown["outcome"]) == (
-        "operator",
-        "a customer waits",
-        "OUTCOME_APPLIED",
-    )
+async def test_words_and_exit_codes(fake_control: FakeControl) -> None:  # noqa: F811
+    for shown, outcome, code, words in WORDS:
+        fake_control.fleet.end = fleet_pb2.EndThinkingResponse(
+            state=fleet_pb2.EndThinkingState.Value(f"END_THINKING_STATE_{shown}"),
+            request_id="a",
+            engine_id="e",
+            session_id="s",
+            decision_id=7,
+            reason="operator",
+            outcome=agent_pb2.Outcome.Value(f"OUTCOME_{outcome}"),
+            think_tokens=9,
+        )
+        result = await fake_control("end", "a")
+        assert (result.exit_code, words in result.output) == (code, True), result.output
 
 
 async def test_the_status_page_lists_reached_caps_of_long_ago(

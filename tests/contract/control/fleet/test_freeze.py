@@ -120,7 +120,7 @@ async def test_a_thawed_freeze_stays_thawed_whatever_the_clocks_say(address: str
         assert await one.store.look() == ()
 
 
-@pytest.mark.parametrize("back", [MINUTE / 2, timedelta(hours=1), timedelta(days=400)], ids=str)
+@pytest.mark.parametrize("back", [MINUTE / 2, timedelta(days=400)], ids=str)
 async def test_a_clock_that_was_set_back_before_a_restart_adds_at_most_the_freezes_own_duration(
     address: str, back: timedelta
 ) -> None:
@@ -140,10 +140,9 @@ async def test_a_clock_that_was_set_back_before_a_restart_adds_at_most_the_freez
         assert await again.store.look() == ()
 
 
-@pytest.mark.parametrize("apart", [timedelta(hours=1), timedelta(seconds=0.1)], ids=str)
-async def test_a_replica_whose_clock_is_behind_freezes_for_no_longer(address: str, apart: timedelta) -> None:
+async def test_a_replica_whose_clock_is_behind_freezes_for_no_longer(address: str) -> None:
     async with stored(address) as ahead, stored(address) as behind:
-        behind.now = NOW - apart
+        behind.now = NOW - timedelta(hours=1)
         await ahead.store.add_freeze(Match(), NOW + MINUTE, "", "")
         (freeze,) = await behind.store.look()
         assert freeze.remaining(behind.now) == MINUTE
@@ -379,30 +378,30 @@ async def test_frozen_by_its_own_environment(control: Control) -> None:
 # ------------------------------------------------------------------------------------------------- service, meridianctl
 
 
-@pytest.mark.parametrize(
-    ("request_", "said"),
-    [
-        (order(0), "duration must be in [1, 604800] seconds; got 0"),
-        (order(604801), "duration must be in [1, 604800] seconds; got 604801"),
-        (order(engine_ids=[""]), "match.engine_ids[0] must not be empty"),
-        (order(engine_labels={"": "a"}), "match.engine_labels must not have an empty name"),
-        (order(engine_ids=["x" * 257]), "match.engine_ids[0] must have at most 256 characters; got 257"),
-        (order(engine_ids=["x"] * 101), "match must have at most 100 globs and labels; got 101"),
-        (order(model="a\0"), "match.model must not contain the character U+0000"),
-        (
-            freeze_pb2.FreezeRequest(duration=duration_pb2.Duration(seconds=5), reason="a\0"),
-            "reason must not contain the character U+0000",
-        ),
-        (freeze_pb2.FreezeRequest(), "duration must be in [1, 604800] seconds; got 0"),
-        (
-            freeze_pb2.FreezeRequest(duration=duration_pb2.Duration(seconds=5, nanos=-(2**31))),
-            "duration must have nanos within a second; got -2147483648",
-        ),
-    ],
-)
-async def test_what_cannot_be_asked_for(control: Control, request_: freeze_pb2.FreezeRequest, said: str) -> None:
-    async with calling(control.target) as clients:
-        assert await refusal(clients.freeze.Freeze(request_)) == (grpc.StatusCode.INVALID_ARGUMENT, said)
+REFUSED = [
+    (order(0), "duration must be in [1, 604800] seconds; got 0"),
+    (order(604801), "duration must be in [1, 604800] seconds; got 604801"),
+    (order(engine_ids=[""]), "match.engine_ids[0] must not be empty"),
+    (order(engine_labels={"": "a"}), "match.engine_labels must not have an empty name"),
+    (order(engine_ids=["x" * 257]), "match.engine_ids[0] must have at most 256 characters; got 257"),
+    (order(engine_ids=["x"] * 101), "match must have at most 100 globs and labels; got 101"),
+    (order(model="a\0"), "match.model must not contain the character U+0000"),
+    (
+        freeze_pb2.FreezeRequest(duration=duration_pb2.Duration(seconds=5), reason="a\0"),
+        "reason must not contain the character U+0000",
+    ),
+    (freeze_pb2.FreezeRequest(), "duration must be in [1, 604800] seconds; got 0"),
+    (
+        freeze_pb2.FreezeRequest(duration=duration_pb2.Duration(seconds=5, nanos=-(2**31))),
+        "duration must have nanos within a second; got -2147483648",
+    ),
+]
+
+
+async def test_what_cannot_be_asked_for(control: Control) -> None:
+    for request_, said in REFUSED:
+        async with calling(control.target) as clients:
+            assert await refusal(clients.freeze.Freeze(request_)) == (grpc.StatusCode.INVALID_ARGUMENT, said)
 
 
 async def test_meridianctl(control: Control) -> None:

@@ -157,16 +157,6 @@ async def test_a_cap_that_does_harm_stays_and_its_harm_is_shown(control: Control
     assert harming(told.savings, [policy()]) == [], "no engine has these rules"
 
 
-async def test_a_cap_of_a_candidate_that_does_harm_aborts_its_rollout(control: Control) -> None:
-    await control.set_policy(RULES)
-    capped = policy(scheduler={"max_think_tokens": 4000})
-    async with rolling_out(control, capped) as revision:
-        judge(control.fleet.part(Comparisons).experiments.experiment_of(revision, capped), 20, 40, CAP)
-        await control.fleet.part(Comparisons).tick()
-    assert control.fleet.policy is not None
-    assert control.fleet.policy.policy == RULES
-
-
 def drift(control: Control, *seen: int) -> None:
     """Count requests under the policy in force by the bin of their first EAT sample."""
     stored = control.fleet.policy

@@ -98,23 +98,6 @@ def test_replicas_see_each_other_until_they_die_or_leave(postgres: Postgres) -> 
     asyncio.run(run(World(postgres.database())))
 
 
-def test_only_the_leader_locks_the_leaders_row(postgres: Postgres) -> None:
-    """Hundreds of replicas would wait for each other if each heartbeat locked one row."""
-
-    async def run(world: World) -> None:
-        one, two = await world.replica(), await world.replica()
-        await one.beat()
-        lock = "SELECT xmin::text || ' ' || xmax::text FROM leader"
-        before = await world.rows(lock)
-        await two.beat()
-        assert await world.rows(lock) == before
-        await one.beat()
-        assert await world.rows(lock) != before
-        await world.close()
-
-    asyncio.run(run(World(postgres.database())))
-
-
 def test_the_lead_passes_on(postgres: Postgres) -> None:
     async def run(world: World) -> None:
         one, two = await world.replica(), await world.replica()
@@ -231,7 +214,7 @@ class LeaderMachine(RuleBasedStateMachine):
 def test_never_two_lead(postgres: Postgres) -> None:
     LeaderMachine.postgres = postgres
     run_state_machine_as_test(
-        LeaderMachine, settings=settings(max_examples=8, stateful_step_count=25, derandomize=True)
+        LeaderMachine, settings=settings(max_examples=5, stateful_step_count=25, derandomize=True)
     )
 
 

@@ -77,16 +77,6 @@ async def test_a_replica_that_ends_during_a_call_gives_no_answer(
     assert await every == ({}, ["other"])
 
 
-async def test_a_connection_that_is_closed_before_the_call_gives_no_answer(
-    silent: tuple[Silent, list[Replica], Peers],
-) -> None:
-    async def closed(peer: Peer) -> Any:
-        await peer.channel.close()
-        return await listed(peer)
-
-    assert await silent[2].ask(closed) == ({}, ["other"])
-
-
 async def test_a_replica_that_hangs_is_not_waited_for_again(
     silent: tuple[Silent, list[Replica], Peers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,34 +112,6 @@ async def test_a_slow_replica_has_the_whole_time_again_and_again(
         monkeypatch.setattr(peers, "PATIENT_S", again_s)
         assert await made.ask(listed, "engines") == ({}, ["other"])
     assert patience == [0.05, pytest.approx(0.005), 0.05, pytest.approx(0.005)]
-
-
-async def test_a_question_in_the_short_time_says_nothing_of_the_whole_time(
-    silent: tuple[Silent, list[Replica], Peers], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A replica that has answered in the whole time is not left out again because an older question, which had only
-    the short time, fails then."""
-    servicer, _, made = silent
-    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 0.05)
-    assert await made.ask(listed) == ({}, ["other"])
-    servicer.answers.set()
-    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", LONG_S)
-    asked, fails = asyncio.Event(), asyncio.Event()
-
-    async def failing(_: Peer) -> Any:
-        asked.set()
-        await fails.wait()
-        raise TimeoutError
-
-    monkeypatch.setattr(peers, "PATIENT_S", LONG_S)
-    hurried = asyncio.create_task(made.ask(failing))
-    await asked.wait()
-    monkeypatch.setattr(peers, "PATIENT_S", 0.0)
-    assert (await made.ask(listed))[1] == []
-    fails.set()
-    assert await hurried == ({}, ["other"])
-    assert made._silent == {}
-    assert len([text for text in caplog.messages if "did not answer" in text]) <= 1
 
 
 @pytest.mark.usefixtures("_patient")

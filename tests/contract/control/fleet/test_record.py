@@ -21,7 +21,7 @@ from meridian_control.offline.episodes import collect
 from meridian_control.offline.trace_file import read
 from meridian_control.policy import formats as forms
 from tests.contract.ctl import FakeFleet, run
-from tests.contract.streams import Control, bad_slot, call_to, failure, to_the_end
+from tests.contract.streams import Control, bad_slot, call_to, failure
 from tests.fakes import traces
 from tests.fakes.agent import FakeAgent, Script, hello
 from tests.fakes.fleets import engines_of
@@ -151,17 +151,6 @@ async def test_a_refused_message_is_in_no_recording(control: Control) -> None:
     assert [r.up.WhichOneof("message") for r in records if r.HasField("up")] == ["hello", "step"]
 
 
-async def test_a_report_that_nobody_reads_ends_no_recorded_stream(control: Control) -> None:
-    async with Recorder(control) as recorder, call_to(control.target) as call:
-        await call.write(agent_pb2.ConnectRequest(hello=hello()))
-        malformed = agent_pb2.TokenColumns(byte_columns=b"x" * 29)
-        await call.write(agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, tokens=malformed)))
-        await call.done_writing()
-        await to_the_end(call)
-        assert await call.code() is grpc.StatusCode.OK
-        replayed(await recorder.finished())
-
-
 async def test_a_session_under_way(control: Control, tmp_path: Path) -> None:
     with LinkedEngine([control.target], "e") as engine:
         engine.open("before")
@@ -178,17 +167,6 @@ async def test_a_session_under_way(control: Control, tmp_path: Path) -> None:
     assert records[-1].down.HasField("going_away")
     found = collect([traces.write(tmp_path / "a.trace", records)])
     assert found.seen == {"after"}
-
-
-async def test_only_the_engine_asked_for(control: Control) -> None:
-    with LinkedEngine([control.target], "a") as a, LinkedEngine([control.target], "b") as b:
-        async with Recorder(control, "b") as recorder:
-            for engine in (a, b):
-                engine.open("r")
-                await engine.steps_until(engine.caps)
-            await control.server.stop(1)
-            records = await recorder.rest()
-    assert {record.engine_id for record in records} == {"b"}
 
 
 async def test_a_killed_recorder_changes_nothing(control: Control) -> None:
@@ -345,13 +323,6 @@ async def test_record_to_a_file_that_is_there(control: Control, tmp_path: Path) 
     result = await run("record", tmp_path / "a.trace", server=control.target)
     assert result.exit_code == INVALID
     assert result.stderr == f"{tmp_path / 'a.trace'}: cannot be written: File exists\n"
-
-
-async def test_record_without_a_server(tmp_path: Path) -> None:
-    result = await run("record", tmp_path / "a.trace", server="127.0.0.1:1")
-    assert result.exit_code == UNREACHABLE
-    assert len(result.stderr.splitlines()) == 1
-    assert not (tmp_path / "a.trace").exists()
 
 
 async def test_a_recording_of_nothing_says_so(control: Control, tmp_path: Path) -> None:

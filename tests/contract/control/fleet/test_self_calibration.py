@@ -19,7 +19,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_control.capabilities.control_group.savings import WITHDRAWER
 from meridian_control.capabilities.control_group.stream import ControlGroup
-from meridian_control.capabilities.self_calibration import fleet, learner, rule
+from meridian_control.capabilities.self_calibration import fleet, rule
 from meridian_control.capabilities.self_calibration.episodes import LeftOut
 from meridian_control.capabilities.self_calibration.fleet import CalibrationError, SelfCalibration
 from meridian_control.capabilities.self_calibration.learner import State, fewest
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from meridian_control.policy.store import StoredRevision
 
 ASKED = parse_toml("[entropy]\nself_calibration = true\nmax_loss = 0.02\nrank_conditions = []")
 EASY, MISLED = Traffic(), Traffic(misled=0.3)
@@ -192,17 +191,6 @@ async def test_a_tick_makes_one_attempt(control: Control) -> None:
     assert [row.state for row in await rows(control)] == ["nothing is safe"] * 2
 
 
-async def test_an_attempt_on_long_thinking_reads_the_newest_requests(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The probes of all of them may need more memory than a container has."""
-    monkeypatch.setattr(fleet, "MAX_READ_BYTES", 0)
-    await apply(control, ASKED)
-    await records(control, EASY, ENOUGH)
-    row = await found(control)
-    assert (row.state, row.proved_on_requests) == ("rolling out", fewest(1, 0.02))
-
-
 async def test_nothing_is_recommended_where_nothing_is_safe(control: Control) -> None:
     await apply(control, ASKED)
     await records(control, MISLED, ENOUGH)
@@ -268,10 +256,9 @@ OBSTACLES = pytest.mark.parametrize(
     ("more", "overrides", "why"),
     [
         ({"holdout_share": 0.0}, [], "entropy.holdout_share is 0, so no request is recorded"),
-        (RANK, [], "entropy.rank_conditions would come into force with the rule"),
         ({}, [{"effort": "high", "entropy": RANK}], "the override for effort high sets entropy.rank_conditions"),
     ],
-    ids=["no control group", "another rule", "another rule for some"],
+    ids=["no control group", "another rule for some"],
 )
 
 
@@ -328,18 +315,6 @@ async def test_a_policy_without_room_for_a_rule_stays_readable(
     assert row.why.startswith("the rule cannot be stored: override must have at most 256 entries")
     assert await control.rollouts.store.active() is None
     assert await policy_now(control) == full
-
-
-async def test_a_loss_that_the_kept_requests_cannot_prove_is_said(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (fleet, learner):
-        monkeypatch.setattr(module, "MAX_EPISODES", fewest(1, 0.02) - 1)
-    await apply(control, ASKED)
-    await records(control, EASY, ENOUGH)
-    row = await found(control)
-    assert (row.state, row.attempts, list(row.tried)) == ("recording", 0, [])
-    assert row.why == "entropy.max_loss 0.02 needs 366 requests in the next attempt; 365 are kept"
 
 
 async def test_more_loss_needs_fewer_requests_and_other_probes_other_ones(control: Control) -> None:
@@ -436,7 +411,7 @@ async def test_other_probes_withdraw_a_rule(control: Control) -> None:
 
 
 @pytest.mark.usefixtures("_engine")
-@pytest.mark.parametrize(("factor", "state"), [(0.5, "withdrawn"), (1.0, "in force"), (2.0, "in force")])
+@pytest.mark.parametrize(("factor", "state"), [(0.5, "withdrawn"), (1.0, "in force")])
 async def test_a_rule_stays_while_it_is_proved_for_what_is_allowed(control: Control, factor: float, state: str) -> None:
     """The sequential test would need days to show that a rule loses too much which was proved for twice the loss."""
     await in_force(control)
@@ -580,7 +555,7 @@ async def test_a_calibration_that_fails_keeps_no_other_traffic_from_its_next_ste
         await part.tick()
 
 
-@pytest.mark.parametrize("slo_class", ["a\0b", "x" * 1024, "\u20ac" * 400], ids=["U+0000", "long", "many bytes"])
+@pytest.mark.parametrize("slo_class", ["a\0b", "\u20ac" * 400], ids=["U+0000", "many bytes"])
 async def test_a_name_that_cannot_be_stored_holds_up_no_other_traffic(address: str, slo_class: str) -> None:
     """Clients choose SLO classes, and an agent may pass on any text."""
     async with controlling(address) as control:
@@ -591,16 +566,6 @@ async def test_a_name_that_cannot_be_stored_holds_up_no_other_traffic(address: s
         assert by_class[WHO.slo_class].recorded_requests == 4
         assert by_class[slo_class].recorded_requests == 0
         assert by_class[slo_class].why.startswith("3 of 3 requests are left out: the names of its model and SLO class")
-
-
-async def test_a_stored_name_without_room_in_an_override_is_forgotten(control: Control) -> None:
-    await apply(control, ASKED)
-    part = control.fleet.part(SelfCalibration)
-    assert part._store is not None
-    long = WHO._replace(slo_class="x" * 1024)
-    await part._store.add([(long.traffic, EASY.episode(random.Random(1), "r").to_json())], control.now, 10)
-    await records(control, EASY, 4)
-    assert [row.slo_class for row in await rows(control)] == [WHO.slo_class]
 
 
 @pytest.mark.usefixtures("_engine")
@@ -723,26 +688,6 @@ async def test_a_withdrawal_waits_for_a_rollout_of_others(control: Control) -> N
     await control.abort(rollout_id=rollout.rollout_id, author="ann")
     await control.fleet.part(SelfCalibration).tick()
     assert (await found(control)).state == "withdrawn"
-
-
-@pytest.mark.usefixtures("_engine")
-async def test_a_tick_reads_the_policy_once_and_again_after_a_change(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await in_force(control)
-    await records(control, EASY, 10, OTHER)
-    part, reads, current = control.fleet.part(SelfCalibration), 0, control.store.current
-
-    async def counted() -> StoredRevision | None:
-        nonlocal reads
-        reads += 1
-        return await current()
-
-    monkeypatch.setattr(control.store, "current", counted)
-    await part.tick()
-    assert reads == 1
-    await records(control, MISLED, 200)
-    assert (reads, (await found(control)).state) == (3, "withdrawn")
 
 
 async def test_only_the_newest_traffics_are_kept(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
 
 from meridian_control.capabilities.listed import CAPABILITIES
-from meridian_control.engine.totals import Totals
-from meridian_control.fleet.departed import FORGET_AFTER_S
 from meridian_control.fleet.fleet import Fleet
 from tests.fakes.agent import hello
 from tests.fakes.fleets import totals_of
@@ -83,21 +81,6 @@ def test_the_age_of_a_decision_when_it_was_applied() -> None:
     assert staleness.counts.tolist() == [settled["plan", "applied"], *[0] * (len(staleness.counts) - 1)]
 
 
-def test_totals_add_up() -> None:
-    made = stream(policy(scheduler=CAPPED, entropy=CALIBRATED))
-    made.open("a")
-    made.step(20)
-    made.agent.preempt("a")
-    made.step()
-    twice, once = Totals(), made.session.totals
-    twice.add(once)
-    twice.add(once)
-    assert twice.settled == {key: 2 * n for key, n in once.settled.items()}
-    assert twice.below_cap == {key: 2 * n for key, n in once.below_cap.items()}
-    assert twice.preempted == {"output": 2}
-    assert twice.staleness_steps.sum == 2 * once.staleness_steps.sum > 0
-
-
 def test_tokens_that_rules_in_shadow_would_have_saved() -> None:
     made = stream(policy(scheduler=CAPPED, entropy=CALIBRATED | {"shadow": True}))
     made.agent.eat_nats = 0.01
@@ -121,17 +104,3 @@ def test_counters_do_not_fall_while_a_replaced_stream_has_not_ended() -> None:
     assert totals_of(fleet).reports == 9
     fleet.leave(first, "replaced")
     assert totals_of(fleet).reports == 9
-
-
-def test_an_engine_whose_replaced_stream_ended_later_keeps_its_comparison() -> None:
-    now = datetime(2026, 1, 1, tzinfo=UTC)
-    fleet = Fleet(lambda: now, capabilities=CAPABILITIES)
-    first = fleet.join(hello("e"))
-    second = fleet.join(hello("e"))
-    fleet.leave(first, "replaced")
-    other = fleet.join(hello("other"))
-    now += timedelta(seconds=FORGET_AFTER_S + 1)
-    fleet.leave(other, "disconnected")
-    fleet.leave(second, "going_away")
-    assert fleet.join(hello("e")).session.shadow is first.session.shadow
-    assert "e" not in fleet.departed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -15,7 +14,6 @@ from meridian_control.common.slices import at_once
 from meridian_control.fleet.departed import FORGET_AFTER_S, MAX_BYTES, MAX_ENGINES, Departed
 from meridian_control.fleet.fleet import Fleet
 from tests.fakes.agent import hello
-from tests.fakes.fleets import engines_of
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -73,17 +71,6 @@ async def test_the_late_end_of_a_stream_leaves_its_successors_handovers_alone() 
     assert [one.state for one in fleet.part(FleetHandovers).results.continued()] == [fleet_pb2.CONTINUED_STATE_LIVE]
     fleet.leave(newer, "disconnected")
     assert [one.state for one in fleet.part(FleetHandovers).results.continued()] == [fleet_pb2.CONTINUED_STATE_GONE]
-
-
-def test_a_fleet_keeps_no_more_of_engines_that_nobody_ever_saw_again() -> None:
-    async def flood() -> Fleet:
-        fleet = Fleet(lambda: NOW, capabilities=CAPABILITIES)
-        for number in range(MAX_ENGINES + 50):
-            fleet.leave(fleet.join(hello(f"{number}")), "disconnected")
-        return fleet
-
-    fleet = asyncio.run(flood())
-    assert len(fleet.departed) == len(fleet.shadows) == len(engines_of(fleet)) == MAX_ENGINES
 
 
 @pytest.mark.parametrize("said", ["x" * 513, "two\nlines", "\x00"])

@@ -16,7 +16,7 @@ from meridian_control.common.errors import NotFound
 from meridian_control.common.slices import at_once
 from meridian_control.engine.part import Capability, Part
 from meridian_control.fleet.fleet import Fleet
-from meridian_control.fleet.part import FleetPart, answer_of, each, keep_ticking
+from meridian_control.fleet.part import FleetPart, keep_ticking
 from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.page.contents import engine_row
 from meridian_control.policy.model import Policy
@@ -57,38 +57,6 @@ async def test_an_error_of_a_part_is_logged_once_and_ends_nothing(caplog: pytest
         ("the clock is wrong: two", False),
         ("the clock is wrong: two", False),
     ]
-
-
-async def test_an_error_that_the_page_meets_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Two methods fail by turns while `tick` succeeds."""
-
-    class Shown(Ticking):
-        async def tick(self) -> None:
-            await super().tick()
-            each([self], self.cause_of)
-            await answer_of(self, self.rows(), None)
-
-        def cause_of(self, part: FleetPart) -> str:
-            raise ValueError("no cause")
-
-        async def rows(self) -> None:
-            raise ValueError("no rows")
-
-    part = Shown([None] * 3)
-    ticking = asyncio.create_task(keep_ticking(part))
-    await part.over.wait()
-    ticking.cancel()
-    assert caplog.messages == ["Shown: no cause", "Shown: no rows"]
-
-
-def test_a_fault_that_comes_again_much_later_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing says when the work of such a method succeeds, as that for one engine may while that for another fails."""
-    part, now_s, logged = FleetPart(), 0.0, list[float]()
-    part.complaints._clock = lambda: now_s
-    for now_s in (*range(10_000), 13_500, 17_200):
-        part.complaints.log(ValueError("away"))
-        logged += [now_s] * (len(caplog.messages) > len(logged))
-    assert logged == [0, 17_200]
 
 
 async def test_a_tick_goes_on_when_its_job_is_cancelled() -> None:

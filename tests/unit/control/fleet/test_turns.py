@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from meridian_control.capabilities.budgets.charges import Charges
-from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.engine.part import Capability
-from meridian_control.engine.totals import Totals
-from meridian_control.fleet import fleet as module
 from meridian_control.fleet import turns
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.part import FleetPart
 from meridian_control.fleet.turns import TURN_S, TURN_SHARE, in_parts, in_turns, with_pauses
-from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.telemetry import fleet_metrics
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.fakes.control import utc_now
@@ -37,19 +32,6 @@ ENGINES, ITEMS = 49, 1000
 def fleet_of(number: int) -> tuple[Fleet, list[Connection]]:
     fleet = Fleet(utc_now, capabilities=CAPABILITIES)
     return fleet, [fleet.join(hello(f"engine-{n:03}", {})) for n in range(number)]
-
-
-def counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
-    """Return a list that grows with each call of the owner's function, which does the same as before."""
-    calls: list[None] = []
-    real = getattr(owner, name)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, counted)
-    return calls
 
 
 @pytest.fixture(autouse=True)
@@ -75,17 +57,6 @@ async def rounds_of(work: Coroutine[Any, Any, Any], between: Callable[[], None] 
         rounds += 1
     await task
     return rounds
-
-
-async def most_at_once(work: Coroutine[Any, Any, Any], calls: list[None]) -> int:
-    """Return the largest number of calls that the work makes in one go of the event loop."""
-    task, most = asyncio.create_task(work), 0
-    while not task.done():
-        before = len(calls)
-        await asyncio.sleep(0)
-        most = max(most, len(calls) - before)
-    await task
-    return most
 
 
 @pytest.mark.parametrize("pausing", ["in_parts", "in_turns", "with_pauses"])
@@ -149,15 +120,6 @@ async def test_long_works_share_a_round(clock: list[float], others_s: float) -> 
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("asked", ["engines", "state", "led_engines"])
-async def test_messages_of_engines(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
-    fleet, _ = fleet_of(ENGINES)
-    whole, calls = WholeFleet(fleet, "one", None, lambda: True), counting(monkeypatch, module, "engine_view")
-    assert await most_at_once(getattr(whole, asked)(), calls) <= 1
-    assert len(calls) == ENGINES
-
-
-@pytest.mark.usefixtures("short")
 async def test_engines_that_come_and_go_meanwhile() -> None:
     fleet, connections = fleet_of(ENGINES)
     listing = asyncio.create_task(fleet.views.engines_in_turns())
@@ -179,37 +141,6 @@ async def test_an_engine_that_leaves_while_the_counters_are_added_up_counts_once
     for connection in connections:
         fleet.leave(connection, "disconnected")
     assert (await adding).reports == (await fleet.totals()).reports == ENGINES
-
-
-@pytest.mark.usefixtures("short")
-async def test_tokens_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, _ = fleet_of(ENGINES)
-    calls = counting(monkeypatch, Charges, "take_by_tenant")
-    assert await most_at_once(fleet.part(BudgetSharing).tick(), calls) <= 1
-    assert len(calls) == ENGINES
-
-
-@pytest.mark.usefixtures("short")
-async def test_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scrape adds up the counters once, and makes no messages of engines."""
-    fleet, _ = fleet_of(ENGINES)
-    loop = asyncio.get_running_loop()
-    collector = FleetCollector(fleet, lambda: False, lambda: None, {}, loop)
-    sums, messages = counting(monkeypatch, Fleet, "totals"), counting(monkeypatch, module, "engine_view")
-    for owner, name in ((Charges, "take_by_tenant"), (Totals, "add"), (fleet_metrics, "engine_limits")):
-        with monkeypatch.context() as counted:
-            calls = counting(counted, owner, name)
-            # The counters of all sessions that have ended are added, too.
-            assert await most_at_once(collector._read(), calls) <= 2
-            assert len(calls) in (ENGINES, ENGINES + 1)
-    assert (len(sums), len(messages)) == (3, 0)
-    assert fleet.views.agent_states() == [(engine.engine_id, engine.agent_state) for engine in engines_of(fleet)]
-
-
-async def test_a_scrape_whose_work_is_short_does_not_pause() -> None:
-    fleet, _ = fleet_of(ENGINES)
-    collector = FleetCollector(fleet, lambda: False, lambda: None, {}, asyncio.get_running_loop())
-    assert await rounds_of(collector._read()) == 1
 
 
 async def test_nothing_is_left_of_a_scrape_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
