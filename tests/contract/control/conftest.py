@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,5 +34,14 @@ async def secured(tmp_path: Path) -> AsyncIterator[Secured]:
 def own(tmp_path: Path) -> Iterator[Process]:
     """Yield a control plane that has not started."""
     process = Process(tmp_path)
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """Yield one control plane for all tests of a module that leave it as it is."""
+    process = Process(tmp_path_factory.mktemp("control"))
+    asyncio.run(process.started())
     yield process
     process.kill()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from contextlib import contextmanager, suppress
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -163,10 +164,9 @@ def test_two_engines_of_one_name(control: Logged, caplog: pytest.LogCaptureFixtu
             assert "same: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own" in said
 
 
-@pytest.mark.parametrize("resets", [False, True])
-def test_strangers_cause_no_traceback(control: Logged, resets: bool) -> None:
+def test_strangers_cause_no_traceback(control: Logged) -> None:
     for port in (control.port, control.page, control.health):
-        for payload in PAYLOADS.values():
+        for resets, payload in product((False, True), PAYLOADS.values()):
             with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(OSError):
                 stranger.sendall(payload)
                 if resets:
@@ -180,15 +180,13 @@ def test_strangers_cause_no_traceback(control: Logged, resets: bool) -> None:
     control.process.stop()
     output = control.process.output()
     assert "Traceback" not in output
-    assert 0 < len(control.lines("which is no HTTP")) <= 10
+    assert 0 < len(control.lines("which is no HTTP")) <= 20
     assert all(re.match(r"\d{4}-", line) for line in output.splitlines())
 
 
-@pytest.mark.parametrize("by", ["flag", "variable"])
-def test_json(tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if by == "variable":
-        monkeypatch.setenv("MERIDIAN_LOG_FORMAT", "json")
-    control = Logged(tmp_path, *(("--log-format", "json") if by == "flag" else ()))
+def test_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERIDIAN_LOG_FORMAT", "json")
+    control = Logged(tmp_path)
     policy = tmp_path / "policy.toml"
     policy.write_text("fallback.lease_ms = 500\n")
     control.ctl("policy", "apply", "-f", str(policy), "--reason", 'a "b"\n\u202ec')

@@ -29,7 +29,7 @@ from tests.processes import free_port, start
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tests.preloaded import Forked
@@ -93,15 +93,6 @@ class Process:
 
     def log(self) -> str:
         return (self.folder / "log").read_text()
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """Yield one process for all tests that leave it as it is."""
-    process = Process(tmp_path_factory.mktemp("control"))
-    asyncio.run(process.started())
-    yield process
-    process.kill()
 
 
 @pytest.fixture
@@ -193,7 +184,7 @@ async def refused(call: Any) -> str:
     return said
 
 
-@pytest.mark.parametrize("token", ["x", "-1", "1.5", "²", "9" * 1000, " 1"])
+@pytest.mark.parametrize("token", ["-1", "²", "9" * 1000])
 async def test_page_tokens_that_were_never_given_out(clients: Clients, token: str) -> None:
     stub = clients.fleet
     complaint = "page_token must be a token that the server has returned"
@@ -291,9 +282,7 @@ async def test_a_busy_port(own: Process, which: str, flag: str) -> None:
     ("options", "complaint"),
     [
         ("--policy {0}/bad.toml", "{0}/bad.toml:2: entropy.ema_alpha must be in (0, 1]; got 1.5"),
-        ("--policy {0}/none.toml", "{0}/none.toml: is not a file"),
         ("--listen localhost", "an address must be host:port or :port; got 'localhost'"),
-        ("--store {0}", "policy store: unable to open database file"),
         # Without TLS no caller could prove who it is.
         (
             "--listen :50051 --access {0}/bad.toml",
@@ -301,9 +290,7 @@ async def test_a_busy_port(own: Process, which: str, flag: str) -> None:
             "cannot prove who they are",
         ),
         ("--tls-cert x", "--tls-cert and --tls-key belong together, and --client-ca needs both"),
-        ("--client-ca x", "--tls-cert and --tls-key belong together, and --client-ca needs both"),
         ("--tls-cert /no/x --tls-key /no/y", "[Errno 2] No such file or directory: '/no/x'"),
-        ("--access /no/x", "[Errno 2] No such file or directory: '/no/x'"),
     ],
 )
 async def test_options_that_cannot_be_used(own: Process, options: str, complaint: str) -> None:

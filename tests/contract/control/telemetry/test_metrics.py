@@ -54,12 +54,11 @@ def value(process: Process, name: str, **labels: str) -> float:
     return sum(s.value for s in samples if labels.items() <= s.labels.items())
 
 
-async def test_what_is_scraped_is_what_the_catalogue_lists(own: Process) -> None:
-    await own.started()
-    with LinkedEngine([own.target], "listed") as engine:
+async def test_what_is_scraped_is_what_the_catalogue_lists(running: Process) -> None:
+    with LinkedEngine([running.target], "listed") as engine:
         engine.open("a")
         await engine.steps_until(engine.caps)
-        families = await asyncio.to_thread(scraped, own)
+        families = await asyncio.to_thread(scraped, running)
     assert set(families) == set(catalogue(CAPABILITIES))
     for name, family in families.items():
         entry = catalogue(CAPABILITIES)[name]
@@ -99,59 +98,56 @@ async def test_an_engine_and_its_agent(own: Process) -> None:
     assert value(own, "meridian_stream_ends_total") == 1
 
 
-async def test_efforts_that_are_not_known(own: Process) -> None:
+async def test_efforts_that_are_not_known(running: Process) -> None:
     """The metric has one series, whatever clients write."""
-    await own.started()
-    with LinkedEngine([own.target], "measured") as engine:
+    with LinkedEngine([running.target], "measured") as engine:
         engine.open("first", effort="low")
         await engine.steps_until(engine.caps)
         for effort in ("high", "turbo", "a" * 100, "\u2028"):
             engine.open(f"r{len(effort)}", effort=effort)
-        await engine.steps_until(lambda: value(own, "meridian_unknown_efforts_total") == 3)
-    (sample,) = (s for s in scraped(own)["meridian_unknown_efforts_total"].samples if s.name.endswith("_total"))
+        await engine.steps_until(lambda: value(running, "meridian_unknown_efforts_total") == 3)
+    (sample,) = (s for s in scraped(running)["meridian_unknown_efforts_total"].samples if s.name.endswith("_total"))
     assert sample.labels == {}
 
 
-async def test_thinking_by_tenant(own: Process) -> None:
+async def test_thinking_by_tenant(running: Process) -> None:
     """Every token counts once, whether its request lives, has ended, or its engine is gone."""
     name = "meridian_tenant_think_tokens_total"
-    await own.started()
-    with LinkedEngine([own.target], "billed") as engine:
+    with LinkedEngine([running.target], "billed") as engine:
         engine.open("first")
         await engine.steps_until(engine.caps)
         for request, tenant in (("a", "acme"), ("b", "acme"), ("c", "beta")):
             engine.open(request, tenant=tenant)
         for _ in range(9):
             engine.step()
-        await until(lambda: value(own, name, tenant="beta", model="model") == 9)
-        assert value(own, name, tenant="acme", model="model") == 18
+        await until(lambda: value(running, name, tenant="beta", model="model") == 9)
+        assert value(running, name, tenant="acme", model="model") == 18
         engine.engine.abort("a")
         for _ in range(3):
             engine.step()
-        await until(lambda: value(own, name, tenant="beta") == 12)
-    await until(lambda: value(own, "meridian_engines") == 0)
-    assert value(own, name, tenant="acme") == 21
+        await until(lambda: value(running, name, tenant="beta") == 12)
+    await until(lambda: value(running, "meridian_engines") == 0)
+    assert value(running, name, tenant="acme") == 21
 
 
-async def test_a_rollout(own: Process) -> None:
-    await own.started()
-    assert value(own, "meridian_rollout_state") == 0
-    async with calling(own.target) as clients:
-        with LinkedEngine([own.target], "staged"):
+async def test_a_rollout(running: Process) -> None:
+    assert value(running, "meridian_rollout_state") == 0
+    async with calling(running.target) as clients:
+        with LinkedEngine([running.target], "staged"):
             await clients.rollout.StartRollout(starting(CANARY, ALL, guardrails={"degraded_engines": 2, "nacks": 0}))
-            assert value(own, "meridian_rollout_state", state="running") == 1
-            assert value(own, "meridian_rollout_state") == value(own, "meridian_rollout_step") == 1
-            assert value(own, "meridian_rollout_steps") == 2
-            assert value(own, "meridian_rollout_age_seconds") >= 0
-            await until(lambda: value(own, "meridian_rollout_engines", policy="other") == 1)
-            assert value(own, "meridian_rollout_engines") == 1
-            read = [s for s in scraped(own)["meridian_rollout_guardrail_ratio"].samples if s.value == 0]
+            assert value(running, "meridian_rollout_state", state="running") == 1
+            assert value(running, "meridian_rollout_state") == value(running, "meridian_rollout_step") == 1
+            assert value(running, "meridian_rollout_steps") == 2
+            assert value(running, "meridian_rollout_age_seconds") >= 0
+            await until(lambda: value(running, "meridian_rollout_engines", policy="other") == 1)
+            assert value(running, "meridian_rollout_engines") == 1
+            read = [s for s in scraped(running)["meridian_rollout_guardrail_ratio"].samples if s.value == 0]
             assert {s.labels["guardrail"] for s in read} == {"degraded_engines", "nacks"}
             before_s = time.monotonic()
             await clients.rollout.AbortRollout(rollout_pb2.AbortRolloutRequest(rollout_id=1))
-            assert value(own, "meridian_rollout_state", state="aborted") == 1
-            assert value(own, "meridian_rollout_state", state="running") == 0
-            assert 0 <= value(own, "meridian_rollout_age_seconds") <= time.monotonic() - before_s
+            assert value(running, "meridian_rollout_state", state="aborted") == 1
+            assert value(running, "meridian_rollout_state", state="running") == 0
+            assert 0 <= value(running, "meridian_rollout_age_seconds") <= time.monotonic() - before_s
 
 
 @pytest.mark.parametrize(("reading", "limit", "ratio"), [(30.0, 40.0, 0.75), (2, 0, math.inf), (0, 0, 0.0)])
@@ -159,10 +155,9 @@ def test_a_guardrail_beside_its_limit(reading: float, limit: float, ratio: float
     assert of_limit(GuardrailReading(guardrail="nacks", value=reading, limit=limit, observations=1)) == ratio
 
 
-async def test_calls(own: Process) -> None:
-    await own.started()
+async def test_calls(running: Process) -> None:
     service = {"grpc_service": "meridian.v1.PolicyService", "grpc_method": "GetPolicy"}
-    async with calling(own.target) as clients:
+    async with calling(running.target) as clients:
         await clients.policy.GetPolicy(policy_pb2.GetPolicyRequest())
         with pytest.raises(grpc.aio.AioRpcError):
             await clients.policy.GetPolicy(policy_pb2.GetPolicyRequest(revision=99))
@@ -172,14 +167,14 @@ async def test_calls(own: Process) -> None:
         await watching.read()
         watch = {"grpc_service": "grpc.health.v1.Health", "grpc_method": "Watch", "grpc_type": "server_stream"}
         watching.cancel()
-        await until(lambda: value(own, "grpc_server_handled_total", **watch, grpc_code="CANCELLED") == 1)
-    assert value(own, "grpc_server_started_total", **service) == 2
-    assert value(own, "grpc_server_handled_total", **service, grpc_code="OK") == 1
-    assert value(own, "grpc_server_handled_total", **service, grpc_code="NOT_FOUND") == 1
-    assert value(own, "grpc_server_msg_received_total", **service) == 2
-    assert value(own, "grpc_server_msg_sent_total", **service) == 1
-    assert value(own, "grpc_server_handling_seconds_count", **service) == 2
-    assert value(own, "grpc_server_started_total", grpc_service="no.such.Service") == 0
+        await until(lambda: value(running, "grpc_server_handled_total", **watch, grpc_code="CANCELLED") == 1)
+    assert value(running, "grpc_server_started_total", **service) == 2
+    assert value(running, "grpc_server_handled_total", **service, grpc_code="OK") == 1
+    assert value(running, "grpc_server_handled_total", **service, grpc_code="NOT_FOUND") == 1
+    assert value(running, "grpc_server_msg_received_total", **service) == 2
+    assert value(running, "grpc_server_msg_sent_total", **service) == 1
+    assert value(running, "grpc_server_handling_seconds_count", **service) == 2
+    assert value(running, "grpc_server_started_total", grpc_service="no.such.Service") == 0
 
 
 def test_the_control_group_in_metrics() -> None:
