@@ -98,15 +98,6 @@ async def test_the_operator_allows_a_proxys_name(control: Control) -> None:
         assert (await asked(url, Host=EVIL))[0] == 421
 
 
-async def test_on_other_addresses_every_name_unless_some_are_given(control: Control) -> None:
-    async with page(control, "0.0.0.0") as url, metrics("0.0.0.0") as scraped:
-        assert (await asked(url, Host="meridian.internal"))[0] == 200
-        assert (await asked(scraped, Host="meridian.internal"))[0] == 200
-    async with metrics("0.0.0.0", "meridian.internal") as scraped:
-        assert [(await asked(scraped, Host=h))[0] for h in ("meridian.internal:1", "10.0.0.7:9464")] == [200, 200]
-        assert (await asked(scraped, Host=EVIL))[0] == 421
-
-
 async def test_a_page_at_another_name_reads_no_metrics() -> None:
     async with metrics() as scraped:
         assert (await asked(f"{scraped}/metrics"))[0] == 200

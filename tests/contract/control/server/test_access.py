@@ -19,7 +19,6 @@ from meridian.v1 import fleet_pb2, policy_pb2
 from meridian_agent.link import credentials as agent_credentials
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.server.roles import OPEN, RULES, Role, rule_of
-from meridian_control.server.server_tls import server_credentials
 from tests.certificates import DAY, Authority
 from tests.contract.raw_engine import RawEngine
 from tests.contract.secured import ACCESS, DENIED, METHODS, ROLES, Secured, code_of, securing
@@ -249,13 +248,6 @@ async def test_certificates_are_renewed_without_a_restart(secured: Secured, capl
         await accepted(secured, viewer)
         await refused(secured, old)
         await engines(opened)
-
-
-async def test_a_key_of_an_unknown_kind_is_named(secured: Secured) -> None:
-    key = secured.folder / "server.key"
-    key.write_text("-----BEGIN PRIVATE KEY-----\nMBACAQAwBQYDK2VyBARhYmNk\n-----END PRIVATE KEY-----\n")
-    with pytest.raises(ValueError, match=r"server\.key: is no PEM private key"):
-        server_credentials(secured.folder / "server.crt", key)
 
 
 async def test_certificates_that_expire(tmp_path: Path) -> None:

@@ -128,9 +128,9 @@ def test_a_record_shows_what_a_call_was_for(request_: Message, details: dict[str
     assert _details(request_) == details
 
 
-@pytest.mark.parametrize("token", ["x", str(2**63), "9" * 19])
-async def test_a_page_token_that_no_record_has_is_refused(secured: Secured, token: str) -> None:
-    assert await ended(records(secured, page_token=token)) is grpc.StatusCode.INVALID_ARGUMENT
+async def test_a_page_token_that_no_record_has_is_refused(secured: Secured) -> None:
+    for token in ("x", str(2**63), "9" * 19):
+        assert await ended(records(secured, page_token=token)) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_streams_and_strangers_are_recorded(secured: Secured) -> None:
@@ -199,7 +199,7 @@ async def test_pages_and_filters(database: Database) -> None:
     assert await found(principal="\0") == []
 
 
-@pytest.mark.parametrize("jump", [timedelta(hours=-1), timedelta(days=-400), timedelta(hours=1)], ids=str)
+@pytest.mark.parametrize("jump", [timedelta(days=-400), timedelta(hours=1)], ids=str)
 async def test_records_are_in_the_order_of_the_calls_whatever_the_clocks_say(
     database: Database, jump: timedelta
 ) -> None:

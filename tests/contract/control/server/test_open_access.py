@@ -20,7 +20,6 @@ from meridian.v1 import audit_pb2, fleet_pb2, policy_pb2
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import PermissionDenied, ReplicaUnavailable
-from meridian_control.fleet import peers
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.membership import Replica, own_host
 from meridian_control.fleet.peers import CALL_TIMEOUT_S, Peers
@@ -155,32 +154,6 @@ async def test_a_replica_on_another_host_answers_and_says_why_it_does_not_record
     assert line.startswith(
         "replica other does not record: StatusCode.PERMISSION_DENIED: FleetService/RecordTrace is for"
     )
-
-
-@pytest.mark.usefixtures("_patient")
-async def test_a_replica_that_refuses_to_record_is_not_asked_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each refusal is an audit record, of which only the newest are kept."""
-    monkeypatch.setattr(peers, "LOOK_S", 0.0)
-    async with (
-        opened(tmp_path, Access()) as running,
-        asking([Replica("other", f"{elsewhere()}:{running.port}")]) as whole,
-    ):
-        assert whole.peers is not None
-        looks, begin = 0, whole.peers._begin
-
-        def look(*args: Any) -> Any:
-            nonlocal looks
-            looks += 1
-            return begin(*args)
-
-        monkeypatch.setattr(whole.peers, "_begin", look)
-        async with whole.recording("", local_only=False) as recording:
-            await until(lambda: looks > 20)
-            assert recording.unreachable == ["other"]
-        async with running.calling(HERE) as here:
-            assert len((await here.audit.ListAudit(audit_pb2.ListAuditRequest())).records) == 1
 
 
 @pytest.mark.usefixtures("_patient")

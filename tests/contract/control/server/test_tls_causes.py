@@ -130,10 +130,10 @@ def test_the_agents_log_names_the_cause(servers: Servers, name: str, caplog: pyt
 
 # Files in the place of a CA, a certificate or a key, or of a token, that cannot be used.
 UNUSABLE = [
-    *(("ca", kind) for kind in ("empty", "no PEM", "DER", "key")),
-    *(("cert", kind) for kind in ("empty", "no PEM", "key")),
-    *(("key", kind) for kind in ("empty", "no PEM", "key of another", "key with a password")),
-    *(("token_file", kind) for kind in ("empty", "two lines", "no ASCII")),
+    *(("ca", kind) for kind in ("empty", "DER")),
+    *(("cert", kind) for kind in ("no PEM", "key")),
+    *(("key", kind) for kind in ("key of another", "key with a password")),
+    *(("token_file", kind) for kind in ("empty", "two lines")),
 ]
 
 
@@ -156,7 +156,6 @@ def test_a_file_that_cannot_be_used_is_named(field: str, kind: str, tmp_path: Pa
                 Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
             ),
             "two lines": b"a\nb",
-            "no ASCII": "é".encode(),
         }[kind]
     )
     token = tmp_path / "token"
@@ -197,10 +196,9 @@ def _nothing(_: agent_pb2.Settings) -> None:
     """Take in any settings."""
 
 
-@every_case
 @pytest.mark.usefixtures("_patient")
-async def test_a_replica_names_the_cause(servers: Servers, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    found = case(name, servers)
+async def test_a_replica_names_the_cause(servers: Servers, caplog: pytest.LogCaptureFixture) -> None:
+    found = case("expired", servers)
     asking = Peers(lambda: [Replica("b", found.target)], ClientCredentials(*map(str, found.files)))
     answers, silent = await asking.ask(peers_engines)
     await asking.close()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta, timezone
-from pathlib import Path
 
-from meridian_control import page
-from meridian_control.common.look import ANSWERING_COLOUR, THINKING_COLOUR, percent, time_text
+from meridian_control.common.look import percent, time_text
 
 
 def test_a_time_is_in_utc_with_milliseconds() -> None:
@@ -17,9 +15,3 @@ def test_a_time_is_in_utc_with_milliseconds() -> None:
 
 def test_a_share_is_a_percentage() -> None:
     assert [percent(0.6666), percent(1, 0), percent(-0.00123, 2)] == ["66.7 %", "100 %", "-0.12 %"]
-
-
-def test_the_page_has_the_same_colours() -> None:
-    (root,) = page.__path__
-    light = (Path(root) / "static" / "page.css").read_text().partition("@media")[0]
-    assert f"--think: {THINKING_COLOUR}; --output: {ANSWERING_COLOUR};" in light
