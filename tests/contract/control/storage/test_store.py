@@ -360,7 +360,7 @@ async def test_replicas_hear_again_after_postgresql_was_killed(
 
 @pytest.mark.parametrize(
     "error",
-    [asyncpg.InternalClientError("another operation (2) is in progress"), OSError("gone"), RuntimeError("unforeseen")],
+    [asyncpg.InternalClientError("another operation (2) is in progress"), RuntimeError("unforeseen")],
 )
 async def test_replicas_hear_again_after_any_error(
     error: Exception, postgres_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
