@@ -7,6 +7,7 @@ import asyncio
 import logging
 import tomllib
 from datetime import timedelta
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,11 +19,7 @@ from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.shortening import UNSHORTENED
 from meridian_control.policy import directory as policy_dir
 from meridian_control.policy.formats import parse_toml, to_proto
-from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.rollout import driver
-from meridian_control.rollout.driver import IDLE_TICKS
-from meridian_control.rollout.plan import Plan
-from meridian_control.rollout.state import By
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.contract.clients import OWN_CONNECTION, calling
 from tests.contract.ctl import FAILED, INVALID, OK, ctl
@@ -40,7 +37,6 @@ from tests.contract.rollouts import (
     starting,
 )
 from tests.contract.streams import refusal
-from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
 from tests.processes import BUSY
@@ -329,41 +325,6 @@ async def test_the_leader_asks_for_engines_only_during_a_rollout(control: Contro
         assert (await control.ticks(2)).step == 2
 
 
-async def test_a_policy_is_read_once(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large policy takes some ten milliseconds."""
-    real, read = PolicyStore._stored, list[int]()
-
-    def stored(store: PolicyStore, row: Any) -> StoredRevision:
-        read.append(row.revision)
-        return real(store, row)
-
-    await control.begin(CANARY, ALL)
-    monkeypatch.setattr(PolicyStore, "_stored", stored)
-    await control.rollouts.look()
-    assert read == []
-
-
-async def test_the_store_is_hardly_read_without_a_rollout(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollouts, reads = control.rollouts, 0
-    active = rollouts.store.active
-
-    async def counted() -> Rollout | None:
-        nonlocal reads
-        reads += 1
-        return await active()
-
-    monkeypatch.setattr(rollouts.store, "active", counted)
-    for _ in range(3 * IDLE_TICKS):
-        await rollouts.tick()
-    assert reads == 3
-    # The caller was cut off after the rollout had been stored.
-    await rollouts.store.start(Plan.model_validate({"step": [CANARY]}), NEW, "", By(utc_now(), "ann"))
-    with Engine(control, "a", "canary") as a:
-        for _ in range(IDLE_TICKS):
-            await rollouts.tick()
-        await a.has(2)
-
-
 async def test_a_fault_that_lasts_is_logged_once(
     control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -467,11 +428,11 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("request_", "complaint"), BAD, ids=[complaint for _, complaint in BAD])
-@pytest.mark.parametrize("validate_only", [False, True])
-async def test_starts_that_are_refused(control: Control, request_: Any, complaint: str, validate_only: bool) -> None:
-    request_.validate_only = validate_only
-    assert await refusal(control.stub.StartRollout(request_)) == (grpc.StatusCode.INVALID_ARGUMENT, complaint)
+async def test_starts_that_are_refused(control: Control) -> None:
+    for (request_, complaint), validate_only in product(BAD, (True, False)):
+        request_.validate_only = validate_only
+        refused = await refusal(control.stub.StartRollout(request_))
+        assert refused == (grpc.StatusCode.INVALID_ARGUMENT, complaint)
     assert (await control.in_force()).revision == 1
 
 

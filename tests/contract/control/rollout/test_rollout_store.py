@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import text
 
-from meridian_control.common.errors import InvalidRequest, NotFound, PolicyError, RolloutActive, StoreUnavailable
+from meridian_control.common.errors import InvalidRequest, PolicyError, RolloutActive, StoreUnavailable
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import MAX_OVERRIDES, Override
 from meridian_control.policy.store import PolicyStore, StoredRevision
@@ -128,13 +128,6 @@ async def test_a_request_id_starts_once(address: str) -> None:
                 await start(store, plan, policy, by=by)
         await store.change(made, lambda r: rules.abort(r, BY))
         assert (await start(store, by=by)).state is State.ABORTED
-
-
-async def test_not_found(address: str) -> None:
-    async with opened(address) as store:
-        for rollout_id, complaint in ((0, "there is no rollout yet"), (2**64 - 1, f"there is no rollout {2**64 - 1}")):
-            with pytest.raises(NotFound, match=f"^{complaint}$"):
-                await store.get(rollout_id)
 
 
 async def test_one_of_a_newer_version(address: str) -> None:

@@ -143,10 +143,8 @@ def test_nobody_and_everybody(number: int, engine: str, has: dict[str, str]) -> 
 
 
 def test_a_percentage_is_that_share_of_many_and_another_one_each_time() -> None:
-    chosen = [
-        {e for e in range(4000) if revision_of(started({"percent": 25.0}, rollout_id=n), f"e{e}", {}, 0) == CANDIDATE}
-        for n in (1, 2)
-    ]
+    rollouts = [started({"percent": 25.0}, rollout_id=n) for n in (1, 2)]
+    chosen = [{e for e in range(4000) if revision_of(each, f"e{e}", {}, 0) == CANDIDATE} for each in rollouts]
     assert all(900 < len(some) < 1100 for some in chosen)
     assert 150 < len(chosen[0] & chosen[1]) < 350
 

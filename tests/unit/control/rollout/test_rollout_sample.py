@@ -147,28 +147,6 @@ def test_refused_and_pending() -> None:
     assert sample.degraded == 1, "an agent that is off gets no settings, so nothing waits for it"
 
 
-class Uncompared:
-    """An engine that fails if it is compared with another one. Comparing the messages of a large fleet with each other
-    would hold the event loop up for seconds."""
-
-    def __init__(self, engine: fleet_pb2.Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def __eq__(self, other: object) -> bool:
-        raise AssertionError("engines are compared")
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def test_engines_are_not_compared_with_each_other() -> None:
-    engines: list[Any] = [Uncompared(engine(str(n), 2 - n % 2, revision=2)) for n in range(4)]
-    sample = Looks().at(*engines)
-    assert (sample.candidate_engines, sample.other_engines, sample.pending) == (2, 2, 2)
-
-
 def test_degraded_is_past_the_lease_or_switched_off() -> None:
     looks = Looks()
     lost = {"state": DOWN, "lost": True}
