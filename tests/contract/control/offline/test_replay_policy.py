@@ -3,7 +3,6 @@ asks for."""
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from meridian_control.fleet.trace_records import (
     policy_record,
     up_record,
 )
-from meridian_control.offline.policy_replay import _replays, changes
+from meridian_control.offline.policy_replay import changes
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
 from tests.fakes import traces
@@ -132,16 +131,6 @@ def ends(found: dict[str, Any], side: str = "new") -> dict[str, tuple[str, int]]
     return {row["request_id"]: tuple(row[side].values()) for row in found["by_request"]}
 
 
-def test_a_probe_is_known_until_its_sample_is_read(tmp_path: Path) -> None:
-    """A trace of a day has millions of probes."""
-    made = recorded(DENSE)
-    path = traces.write(tmp_path / "a.trace", made.records)
-    (replayed,), _ = _replays(path, DENSE)
-    samples = sum(len(record.up.step.probes.slot) for record in made.records)
-    probes = sum(len(record.down.directives.probes) for record in made.records)
-    assert 0 < len(replayed._placements) == probes - samples
-
-
 def changes_nothing(found: dict[str, Any]) -> None:
     assert ends(found) == ends(found, "recorded")
     assert (found["changed"], found["refused"]) == (0, {})
@@ -187,7 +176,7 @@ def test_under_its_own_policy_nothing_changes(tmp_path: Path, name: str) -> None
     assert name not in ENDING or found["ends"]["new"].keys() > {"natural"}
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(sorted(POLICIES)))
 def test_whatever_was_recorded(tmp_path_factory: pytest.TempPathFactory, seed: int, name: str) -> None:
     made = recorded(POLICIES[name], requests=8, seed=seed, sentences=seed % 3 > 0)
@@ -479,11 +468,6 @@ def test_a_recording_of_an_engine_that_may_hand_over_replays(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------------- the report
 
 
-def test_the_same_trace_and_policy_give_the_same_report_byte_for_byte(tmp_path: Path) -> None:
-    made = recorded(DENSE)
-    assert len({json.dumps(told(tmp_path, made.records, ACTIVE)) for _ in range(3)}) == 1
-
-
 def test_requests_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     requests = [traces.made_up(n) for n in range(4)]
     requests[0].finish = agent_pb2.FINISH_REASON_ABORT
@@ -499,22 +483,13 @@ def test_requests_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     assert found["requests"] == 1
 
 
-def test_a_snapshot_in_the_middle_leaves_out_what_lived(tmp_path: Path) -> None:
-    made = traces.records([traces.made_up(n) for n in range(20)], at_once=4)
-    rows = [agent_pb2.RequestOpened(slot=0, request_id="old", think_tokens=3)]
-    made[len(made) // 2].up.CopyFrom(agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=rows)))
-    found = told(tmp_path, made, policy())
-    assert found["left_out"] == {"began before the trace": 1, "reports were lost": 4}
-
-
 HELLO_AGAIN = agent_pb2.ConnectRequest(hello=hello())
 
 
-@pytest.mark.parametrize("first", [[HELLO_AGAIN], [], [None]], ids=["new stream", "same stream", "same stream, twice"])
-@pytest.mark.parametrize("think_tokens", [3, 0])
+@pytest.mark.parametrize(("first", "think_tokens"), [([HELLO_AGAIN], 3), ([None], 3), ([], 0)])
 def test_what_lived_before_a_snapshot_is_left_out_once(tmp_path: Path, first: list[Any], think_tokens: int) -> None:
     """The snapshot lists the same requests, and one from before the trace. Requests that have waited go on."""
-    made = traces.records([traces.made_up(n) for n in range(8)], at_once=4)
+    made = traces.records([traces.made_up(n) for n in range(4)], at_once=2)
     made = made[: len(made) // 2]
     lived = told(tmp_path, made, policy())["left_out"]["still under way at the end of the trace"]
     names = ["old", *(opened.request_id for record in made for opened in record.up.step.opened)]
@@ -530,7 +505,7 @@ def test_what_lived_before_a_snapshot_is_left_out_once(tmp_path: Path, first: li
 
 
 def test_another_start_of_an_engine_ends_what_lived_before_it(tmp_path: Path) -> None:
-    made = traces.records([traces.made_up(n) for n in range(8)], at_once=4)
+    made = traces.records([traces.made_up(n) for n in range(4)], at_once=2)
     made = made[: len(made) // 2]
     lived = told(tmp_path, made, policy())["left_out"]["still under way at the end of the trace"]
     other = agent_pb2.ConnectRequest(hello=hello(incarnation="2"))

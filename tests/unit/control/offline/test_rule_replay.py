@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 
 from meridian_control.engine.request_table import RequestTable
-from meridian_control.offline.candidates import ONLY_GIVE_UP
 from meridian_control.offline.rule_replay import (
     CAP,
     EAT_GATED,
     EAT_PARAGRAPH,
     EAT_SENTENCE,
     EAT_SETTLED,
-    GIVE_UP,
     RANK,
     RPDI,
-    STATES,
     StoppingRule,
     either,
 )
@@ -186,12 +183,3 @@ def test_of_two_rules_the_first_to_fire_stops(tmp_path: Path) -> None:
     later = b.at_tokens < a.at_tokens
     assert (both.right[later] == b.right[later]).all()
     assert str(either(one, other)) == "end marker <= [15] or EAT < 0.05 nats"
-
-
-def test_the_eat_of_few_sets_of_probes_is_kept(tmp_path: Path) -> None:
-    """Each set takes memory for all sentence ends of all traces."""
-    replayed = replay(tmp_path, [traces.made_up(n) for n in range(4)])
-    for start in range(1, 3 * STATES):
-        replayed.stops(StoppingRule(GIVE_UP, {**eat(EAT_SENTENCE).entropy, **ONLY_GIVE_UP, "give_up_tokens": start}))
-    for kept in (replayed._eat_state, replayed._subset):
-        assert kept.cache_info().currsize == STATES

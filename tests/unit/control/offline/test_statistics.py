@@ -30,7 +30,7 @@ def test_the_bound_on_a_mean() -> None:
     assert np.mean([mean_bound(float(value), 60, 0.9) >= 0.1 for value in means]) >= 0.9
 
 
-@pytest.mark.parametrize(("requests", "max_loss"), [(500, 0.01), (2000, 0.01), (300, 0.05), (1000, 0.02)])
+@pytest.mark.parametrize(("requests", "max_loss"), [(500, 0.01), (300, 0.05)])
 def test_attempts_together_err_as_seldom_as_one(requests: int, max_loss: float) -> None:
     """A rule that loses as much as is just forbidden is proved by chance in any of 200 attempts with at most 5 %."""
 

@@ -82,7 +82,7 @@ def test_what_was_written_before_the_disk_was_full_is_read(
 ) -> None:
     """The last byte is missed when the file is closed, others while a record is written."""
     monkeypatch.setattr(trace_file, "MEMBER_BYTES", 2000)
-    made = traces.records([traces.made_up(n) for n in range(100)])
+    made = traces.records([traces.made_up(n) for n in range(40)])
     room = traces.write(path.with_name("whole"), made).stat().st_size - missing
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
@@ -372,7 +372,7 @@ def test_several_models_under_one_name(path: Path, tmp_path: Path) -> None:
     ],
 )
 def test_in_how_many_ways_requests_were_probed(path: Path, changed: dict[str, Any], probings: int) -> None:
-    made = traces.records([traces.made_up(n) for n in range(9)], at_once=1)
+    made = traces.records([traces.made_up(n) for n in range(2)], at_once=1)
     given = fleet_pb2.TracedPolicy(revision=2, policy=to_proto(Policy.model_validate(changed)))
     made.insert(len(made) // 2, fleet_pb2.TraceRecord(session_id="s", policy=given))
     assert collect([traces.write(path, made)]).probings == probings
