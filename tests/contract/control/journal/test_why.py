@@ -9,9 +9,7 @@ import json
 import logging
 import os
 import pty
-import signal
 import termios
-import threading
 import tomllib
 from contextlib import suppress
 from logging.handlers import QueueListener
@@ -302,29 +300,6 @@ def test_what_cannot_be_written_is_left_out_and_said_once_a_minute(
     assert caplog.text.count("written too slowly") == 1
 
 
-def test_what_waits_in_a_full_queue_is_written_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decisions, path, ends = logged(20), tmp_path / "d.jsonl", threading.Event()
-    line, enqueue = files._Lines.format, files._Listener.enqueue_sentinel
-
-    def formatted(self: files._Lines, record: logging.LogRecord) -> str:
-        ends.wait()
-        return line(self, record)
-
-    def ended(self: files._Listener) -> None:
-        ends.set()
-        enqueue(self)
-
-    monkeypatch.setattr(files, "WAITING", 3)
-    monkeypatch.setattr(files._Lines, "format", formatted)
-    monkeypatch.setattr(files._Listener, "enqueue_sentinel", ended)
-    with files.decision_file(path) as write:
-        assert write is not None
-        for made in decisions:
-            write(made)
-    # The thread may already have taken out one.
-    assert len(path.read_text().splitlines()) in (3, 4)
-
-
 def test_settled_decisions_are_handed_on_once() -> None:
     seen: list[Decision] = []
     made = stream(policy(scheduler=EARLY), log=DecisionLog(seen.append))
@@ -387,7 +362,7 @@ class Terminal:
         return self.process.returncode
 
 
-@pytest.mark.parametrize("how", ["q", "ctrl-c", "refused"])
+@pytest.mark.parametrize("how", ["q", "refused"])
 async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None:  # noqa: F811
     """`top` shows engines and as many of the longest-thinking requests as fit, and leaves the terminal as it was."""
     fake_control.fleet.engines = [engine("engine-7", 1)]
@@ -410,8 +385,6 @@ async def test_top_until_it_is_left(fake_control: FakeControl, how: str) -> None
         await until(lambda: terminal.reads(b"engine-8"), 30)
         if how == "q":
             os.write(terminal.master, b"q")
-        elif how == "ctrl-c":
-            terminal.process.send_signal(signal.SIGINT)
         else:
             fake_control.fleet.watch_end = grpc.StatusCode.PERMISSION_DENIED
         assert await terminal.ends() == (REFUSED if how == "refused" else OK)

@@ -15,11 +15,10 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.cli.explain import _heading
 from meridian_control.common.errors import InvalidRequest, NotFound
-from meridian_control.common.slices import SLICE_ROWS, at_once
+from meridian_control.common.slices import at_once
 from meridian_control.fleet.views import each_request_view
 from meridian_control.journal.log import LIFE_EVENTS, DecisionLog
 from meridian_control.journal.messages import explain_request, list_decisions, newest_life, page_of
-from meridian_control.journal.records import Decision
 from meridian_control.journal.request_ids import sampled
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, each_token_ends_a_sentence, reconnected, stream
@@ -269,32 +268,6 @@ def test_decisions_come_newest_first_in_pages() -> None:
             decisions(made, page_token=token)
 
 
-@pytest.mark.parametrize("asked", [{}, {"request_id": "unknown"}, {"kind": "probe"}, {"kind": "cap"}])
-def test_a_search_pauses_while_the_log_goes_on(asked: dict[str, Any]) -> None:
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
-    for number in range(5 * SLICE_ROWS):
-        made.open(f"r{number}", think=20, answer=20)
-    made.step(10)
-    among = [d for d in decisions(made, page_size=1000) if d.kind in asked.get("kind", d.kind)]
-    search = list_decisions(made.log, fleet_pb2.ListDecisionsRequest(**asked, page_size=1000))
-    next(search)
-    made.log._max_decisions = made.log._max_probes = 0
-    made.log._keep_bounds()
-    made.log._count(made.log._max_events)
-    left = at_once(search).decisions
-    assert list(left) == among[: len(left)]
-    assert len(left) == ("request_id" not in asked), "the search pauses after each decision that it lists"
-
-
-def test_a_search_for_decisions_of_a_kind_passes_no_probes() -> None:
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
-    for number in range(5 * SLICE_ROWS):
-        made.open(f"r{number}", think=20, answer=20)
-    made.step(10)
-    assert len(decisions(made, kind="probe", page_size=1000)) > 4 * SLICE_ROWS
-    assert list(list_decisions(made.log, fleet_pb2.ListDecisionsRequest(kind="hand_over"))) == []
-
-
 def test_a_life_that_two_replicas_tell_of_is_one() -> None:
     """The request's engine moved to another replica, which knows the request from that time on."""
     made = stream(policy(scheduler=EARLY))
@@ -512,25 +485,3 @@ def test_the_log_is_bounded_in_bytes() -> None:
         )
         assert made.log.decision_bytes <= 60_000
     assert 0 < len(kept) < 40
-
-
-@pytest.mark.parametrize("writes_file", [False, True])
-def test_an_open_decision_that_the_log_has_dropped_keeps_no_circumstances(writes_file: bool) -> None:
-    settled = list[Decision]()
-    made = Stream(
-        log=DecisionLog(settled.append if writes_file else None, max_events=20, max_decisions=5, max_probes=5)
-    )
-    made.apply(policy(scheduler=EARLY))
-    for number in range(30):
-        made.open(f"r{number}", think=100, answer=1)
-        made.step()
-    waiting = made.session._ledger.open.values()
-    about_requests = [decision for decision in waiting if decision.slot is not None]
-    in_lives = {id(event) for kept in made.log.lives() for event in kept.events}
-    kept = in_lives | {id(decision) for decision in (*made.log._decisions, *made.log._probes)}
-    assert len(about_requests) > 30 > len(kept)
-    for decision in about_requests:
-        assert hasattr(decision, "under") == hasattr(decision, "life") == (writes_file or id(decision) in kept)
-    made.step(120)
-    assert {id(decision) for decision in settled} >= ({id(each) for each in about_requests} if writes_file else set())
-    assert all(decision.time and decision.life.opened for decision in settled)
