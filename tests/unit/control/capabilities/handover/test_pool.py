@@ -85,26 +85,6 @@ def test_an_engine_is_given_with_what_others_have_promised_to_it() -> None:
     }
 
 
-def test_sessions_share_the_engines_to_which_they_have_promised_nothing() -> None:
-    """Work and memory would else grow with the product of both pools, once a second."""
-    pool = HandoverPool()
-    first, second = ready("a1", {"pool": "think"}), ready("a2", {"pool": "think"})
-    b, c = ready("b", ANSWERING), ready("c", ANSWERING)
-    sessions = [made.session for made in (first, second, b, c)]
-
-    def pools() -> dict[str, list[fleet_pb2.AnsweringEngine]]:
-        given(pool, *sessions)
-        return {made.said.engine_id: list(made.session.part(EngineHandovers).pool) for made in (first, second)}
-
-    before = pools()
-    assert [one is other for one, other in zip(before["a1"], before["a2"], strict=True)] == [True, True]
-    assert len(first.report(opened=[first.opened()], kv_used=0.95)) == 1
-    (promised,) = first.session.part(EngineHandovers).promised()
-    after = pools()
-    for pair in ((after["a1"], after["a2"]), (before["a2"], after["a2"])):
-        assert [one.engine_id for one, other in zip(*pair, strict=True) if one is not other] == [promised]
-
-
 def test_a_frozen_engine_says_so() -> None:
     frozen = HandMade(POLICY, hello("b", ANSWERING))
     frozen.report()

@@ -23,7 +23,6 @@ from meridian_control.capabilities.handover.results import (
     Handovers,
 )
 from meridian_control.capabilities.handover.rule import Move
-from tests.fakes.lines import lines_run
 from tests.unit.control.capabilities.handover.engines import NOW, answering, pending
 
 A, B, C = ("a", "1", "on-a"), ("b", "1", "on-b"), ("c", "1", "on-c")
@@ -68,13 +67,6 @@ def test_results_outlive_their_engines() -> None:
     assert (results.results, results.total()) == ({"": Counter({FINISHED: 1})}, Counter({FINISHED: 1}))
 
 
-def test_a_result_that_comes_after_its_engine_was_forgotten_counts_for_no_engine() -> None:
-    results, _ = decided()
-    results.forget(["a"])
-    results.closed(A, agent_pb2.RequestClosed(reason=STOP), NOW)
-    assert results.results == {"": Counter({FINISHED: 1})}
-
-
 def test_other_replicas_hear_of_continued_requests_for_a_while() -> None:
     here, there = Handovers(), decided()
     here.opened("r", B, NOW)
@@ -88,18 +80,6 @@ def test_other_replicas_hear_of_continued_requests_for_a_while() -> None:
     assert here.continued()
     here.expire(NOW + KEEP + timedelta(seconds=1))
     assert here.continued() == []
-
-
-def test_a_lost_stream_looks_at_the_continuations_once_not_once_per_request() -> None:
-    def lines(continued: int) -> int:
-        results, requests = Handovers(), 20
-        for number in range(requests):
-            results.decided(("a", "1", str(number)), Handover(f"r{number}", Move(0, 9, "kv_pressure", answering("b"))))
-        for number in range(continued):
-            results.opened(f"other {number}", ("b", "1", str(number)), NOW)
-        return lines_run("handover/results.py", lambda: results.lost(A[:2], NOW))
-
-    assert lines(500) - lines(1) < 5 * 500
 
 
 def test_a_replica_that_says_no_more_of_a_continuation() -> None:

@@ -173,7 +173,7 @@ def test_a_handover_is_taken_back_if_the_engine_is_gone_or_full(gone: list[fleet
     assert where(decide(POLICY, thinking(kv_used=0.5), others, holding(9), before)) == [(0, "c", KV_PRESSURE)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_around_the_limits_does_not_let_decisions_oscillate(seed: int) -> None:
     """Loads that vary by a few per cent around both limits lead to at most one decision for each request."""
     rng, made, count = random.Random(seed), dict[int, Move](), 0

@@ -8,7 +8,6 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.control_group.stream import ControlGroup
-from meridian_control.capabilities.handover import rule
 from meridian_control.capabilities.handover.results import CLIENT_GONE, FINISHED, Handovers
 from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.engine.step_cost import WARM_STEPS
@@ -23,7 +22,6 @@ from tests.unit.control.capabilities.handover.engines import (
     hello,
     pending,
 )
-from tests.unit.control.fleet.test_turns import counting
 
 APPLIED, SHADOWED = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED
 REFUSED, SUPERSEDED = agent_pb2.OUTCOME_REFUSED, agent_pb2.OUTCOME_SUPERSEDED
@@ -107,24 +105,6 @@ def test_a_handover_is_taken_back_once_the_answering_engine_is_gone_or_frozen(
     made.pool(*pool, answering("c"))
     (again,) = made.report(kv_used=0.95)
     assert again.url == "http://c:8000"
-
-
-def test_a_report_looks_at_few_answering_engines_and_at_all_only_if_they_have_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made, engines = pressed(), [answering(f"b{number}") for number in range(500)]
-    made.pool(*engines)
-    made.report(opened=[made.opened(slot) for slot in range(9)], kv_used=0.5)
-    unfit, rooms, moves = (counting(monkeypatch, rule, name) for name in ("unfit", "_Room", "_move"))
-    made.report(kv_used=0.5)
-    assert [len(calls) for calls in (unfit, rooms, moves)] == [0, 1, 1]
-    assert len(made.report(kv_used=0.95)) == 2
-    assert [len(calls) for calls in (unfit, rooms)] == [0, 1 + 3], "the engine of each request, and the next one"
-    made.report(kv_used=0.95)
-    assert [len(calls) for calls in (unfit, rooms)] == [0, 1 + 3 + 3], "the engines of both requests, and the next one"
-    made.pool(*engines)
-    made.report(kv_used=0.95)
-    assert [len(calls) for calls in (unfit, rooms)] == [500, 1 + 3 + 3 + 500 + 3]
 
 
 @pytest.mark.parametrize("changed", [disagg(enabled=False), disagg(shadow=True), disagg(answering_pool={"pool": "x"})])

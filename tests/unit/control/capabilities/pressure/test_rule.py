@@ -100,17 +100,6 @@ def test_the_worst_reading_is_furthest_above_its_limit() -> None:
 # ---------------------------------------------------------------------------------------------------------- simulated
 
 
-def course(load: Callable[[int], float], seed: int, windows: int = WINDOWS) -> list[int]:
-    """Return the level after each window of a made-up engine: its measured value follows from its load and from the
-    thinking that the level leaves, with a noise of a tenth."""
-    rng, controller, found = random.Random(seed), Controller(), []
-    for number in range(windows):
-        busy = load(number) * THINKING[controller.level]
-        # A queue that is nearly full grows much faster than its load.
-        found.append(controller.judge([at(busy**2 * rng.uniform(0.95, 1.05))]))
-    return found
-
-
 def queued(load: Callable[[int], float], seed: int) -> tuple[list[int], float]:
     """Return the level after each window of a made-up engine with a queue, and the share of windows that missed the
     target: what arrives beyond capacity waits, so that a value follows the level with a delay."""
@@ -129,43 +118,6 @@ def changes(found: Sequence[int]) -> int:
 
 
 SEEDS = range(3)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("height", "settles"), [(0.8, {0}), (1.2, {1, 2}), (1.6, {3}), (2.4, {4, 5}), (9.0, {6})])
-def test_after_a_step_of_load_the_level_settles(height: float, settles: set[int], seed: int) -> None:
-    found = course(lambda number: height if number >= 20 else 0.5, seed)
-    assert set(found[:20]) == {0}
-    assert set(found[-100:]) <= {*settles, *(level - 1 for level in settles if level)}
-    assert changes(found) <= 30
-    assert changes(found[WINDOWS // 2 :]) <= 13
-    back = course(lambda number: height if number < 100 else 0.3, seed)
-    assert back[-1] == 0, "thinking is restored once there is room"
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_level_follows_a_ramp_up_and_down(seed: int) -> None:
-    found = course(lambda number: 0.5 + 2 * (1 - abs(number - WINDOWS / 2) / (WINDOWS / 2)), seed)
-    assert max(found) >= 4
-    assert found[-1] <= 1
-    assert changes(found) <= 20
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("half_windows", [1, 2, 5, 10, 25, 60, 150])
-def test_square_waves_do_not_move_the_level_back_and_forth(half_windows: int, seed: int) -> None:
-    found = course(lambda number: 2.0 if number // half_windows % 2 else 0.4, seed)
-    assert max(found) >= 2
-    assert changes(found) <= 32
-    assert changes(found[WINDOWS // 2 :]) <= 13
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("every", [10, 25, 40, 60])
-def test_a_burst_now_and_then_raises_the_level_and_it_falls_again(every: int, seed: int) -> None:
-    found = course(lambda number: 5.0 if number % every == every - 1 else 0.5, seed)
-    assert changes(found) <= 45
-    assert all(b in (a, c) for a, b, c in zip(found, found[1:], found[2:], strict=False)), "no two in a row"
 
 
 QUEUES: dict[str, Callable[[int], float]] = {

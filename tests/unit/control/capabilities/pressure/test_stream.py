@@ -10,7 +10,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core import tracker
 from meridian_control.capabilities.control_group.rule import held_out
-from meridian_control.capabilities.pressure.rule import FIRST_HOLD, MAX_HOLD, MAX_LEVEL
+from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
@@ -442,33 +442,7 @@ def test_levels(first: Policy, acts: tuple[Act, ...]) -> None:
     play(answering(first), *acts)
 
 
-def test_windows_begin_anew_if_no_decision_is_made() -> None:
-    made = play(answering(pressed()), slow(0.5))
-    made.session.freezing.void = True
-    before = made.session.part(EnginePressure)._windows[0].start_ms
-    made.say()
-    assert made.session.part(EnginePressure)._windows[0].start_ms > before
-
-
-def test_what_is_kept_goes_with_its_entry() -> None:
-    made = play(answering(pressed()), slow(1.2), pressed({**CHAT, "name": "other"}))
-    assert made.session.part(EnginePressure).levels == {}
-    made = play(answering(policy()), slow(2))
-    assert (made.session.part(EnginePressure).readings, len(made.session.part(EnginePressure)._members)) == ({}, 0)
-
-
-def test_an_idle_engine_forgets_its_misses() -> None:
-    made = answering(pressed())
-    controller = made.session.part(EnginePressure).controllers["chat"]
-    seconds(made, 1.2, SLOW_MS)
-    controller.hold = MAX_HOLD
-    idle(made)
-    made.now += timedelta(days=9)
-    made.session.rest(made.now)
-    assert (controller.level, controller.hold) == (0, FIRST_HOLD)
-
-
-@pytest.mark.parametrize("every_ms", [7, 700, 1000, 61_000])
+@pytest.mark.parametrize("every_ms", [700, 61_000])
 def test_the_levels_of_an_idle_engine_do_not_depend_on_who_looks(every_ms: int) -> None:
     looked_at, alone = (answering(pressed({**CHAT, "window_s": 3})) for _ in range(2))
     for made in (looked_at, alone):

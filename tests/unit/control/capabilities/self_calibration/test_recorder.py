@@ -136,19 +136,6 @@ def test_a_rule_that_comes_into_force_spoils_requests_that_it_may_shorten(found:
     assert not {episode.name for _, episode in found} - {name_of(CONTROL)}
 
 
-@pytest.mark.usefixtures("found")
-def test_nothing_is_kept_of_a_request_that_closes_while_nobody_asks() -> None:
-    """Another request will have its slot."""
-    made = stream(asked())
-    made.open(CONTROL, think=60, answer=3)
-    made.step(20)
-    kept = made.session.part(Recorder)._samples
-    assert kept
-    made.apply(asked(self_calibration=False))
-    made.step(60)
-    assert not kept
-
-
 LEFT_OUT: dict[str, tuple[Policy, dict[str, Any], list[LeftOut]]] = {
     "a rule": (all_measured(**IN_FORCE), {"name": TREATED}, []),
     "a cap": (all_measured(scheduler={**EARLY, "max_think_tokens": 200}), {"name": TREATED}, []),
