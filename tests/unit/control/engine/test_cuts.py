@@ -271,7 +271,7 @@ LENGTHS = st.lists(st.integers(1, 9), max_size=14)
 
 
 @pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(steps=streams(drafts=3), lengths=LENGTHS, shadow=st.booleans(), floor=st.sampled_from([0, 2, 5]))
 def test_a_rule_sees_the_same_history_however_reports_are_cut(
     rule: str, steps: list[Step], lengths: list[int], shadow: bool, floor: int

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.engine.session import DIRECTIVES_BYTES, KINDS, parts_of
 
-MOST = 2**63
+if TYPE_CHECKING:
+    import pytest
+
+MOST, SLOTS = 2**63, MAX_SLOTS // 16
 
 
-def largest() -> agent_pb2.Directives:
-    """Return one decision of each kind for each request of the largest engine."""
+def large() -> agent_pb2.Directives:
+    """Return one decision of each kind for each request of a large engine."""
     directives = agent_pb2.Directives(step=MOST)
-    for slot in range(MAX_SLOTS):
+    for slot in range(SLOTS):
         made = {"decision_id": MOST - slot, "slot": slot}
         directives.forces.add(**made, reason=agent_pb2.FORCE_REASON_EAT, shadow=True)
         directives.caps.add(**made, max_think_tokens=2**31, shadow=True, answer_reserve_tokens=2**31)
@@ -22,16 +27,17 @@ def largest() -> agent_pb2.Directives:
         directives.hand_overs.add(**made, url="http://engine.example/" + "x" * 100, ref="r" * 40)
         directives.preempts.add(**made, victims=[2**16], max_preemptions=2**31, max_wait_ms=2**31)
     directives.plan.decision_id = MOST
-    directives.plan.slot.extend(range(MAX_SLOTS))
-    directives.plan.rank.extend([1023] * MAX_SLOTS)
+    directives.plan.slot.extend(range(SLOTS))
+    directives.plan.rank.extend([1023] * SLOTS)
     return directives
 
 
-def test_the_parts_have_all_decisions_in_their_order() -> None:
-    whole = largest()
-    assert whole.ByteSize() > 16 << 20
+def test_the_parts_have_all_decisions_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, most = large(), DIRECTIVES_BYTES // 16
+    monkeypatch.setattr(directive_parts, "DIRECTIVES_BYTES", most)
+    assert whole.ByteSize() > 16 * most
     parts = [response.directives for response in parts_of(whole)]
-    assert max(part.ByteSize() for part in parts) <= DIRECTIVES_BYTES
+    assert max(part.ByteSize() for part in parts) <= most
     assert {part.step for part in parts} == {MOST}
     joined = agent_pb2.Directives()
     for part in parts:

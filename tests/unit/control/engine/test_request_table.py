@@ -18,7 +18,6 @@ from meridian_control.common.table_columns import COLUMNS, HISTORIES, UNTOLD
 from meridian_control.engine import token_rows as rows
 from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK, RequestTable
 from meridian_control.engine.token_rows import FLAG_BOUNDARY
-from tests.fakes.lines import lines_run
 from tests.fakes.tables import table, thinking, tokens
 
 
@@ -39,18 +38,6 @@ def test_opening_takes_over_what_a_snapshot_says() -> None:
     assert (made.phase[5], made.prompt_tokens[5], made.think_tokens[5], made.output_tokens[5]) == (THINK, 3, 7, 2)
     assert (made.preempted[5], made.end_decided[5], made.end_decided[0]) == (True, False, True)
     assert [(slot, info.request_id) for slot, info in made.requests()] == [(0, ""), (5, "a")]
-
-
-def test_a_request_keeps_texts_that_others_share_and_no_part_of_the_message_that_began_it() -> None:
-    made = RequestTable(4)
-    texts = {name: f"{name} of one" for name in ("model", "tenant", "slo_class", "effort")}
-    one, other = (made.open(opened(slot, request_id=f"r{slot}", **texts)) for slot in (0, 1))
-    assert all(getattr(one, name) is getattr(other, name) for name in texts)
-    report = agent_pb2.StepReport(opened=[opened(2, request_id="a", model="m")])
-    kept = made.open(report.opened[0])
-    report.opened[0].model = "another"
-    assert made.info[2] is kept
-    assert (kept.slot, kept.request_id, kept.model) == (2, "a", "m")
 
 
 @pytest.mark.parametrize(("text", "kept"), [("a" * MAX_TEXT, MAX_TEXT), ("\U0001f600" * MAX_TEXT, MAX_TEXT_BYTES // 4)])
@@ -268,23 +255,6 @@ def test_reports_may_be_cut_anywhere(rows: list[tuple[Any, ...]], size: int, win
         assert whole.output_tokens[slot] == text.count(OUTPUT)
         if own:
             assert whole.phase[slot] == (OUTPUT if own[-1][2] & phases.FLAG_END else own[-1][1])
-
-
-def taking_in(made: RequestTable, rows: int) -> int:
-    """Return the number of lines of code that run for one report with `rows` boundaries of each of eight slots."""
-    columns = tokens([(slot, THINK, FLAG_BOUNDARY, 0.5, 5) for _ in range(rows) for slot in range(8)])
-    return lines_run("meridian_control", lambda: made.add_tokens(columns))
-
-
-def test_no_work_in_python_for_each_row_of_a_report() -> None:
-    """If Python worked on each row, a message of 16 MiB with rows of a few slots would hold up all engines for a
-    minute."""
-    made = table(*[thinking()] * 8)
-    made.set_window(1)
-    # The lengths of the encoded columns have three bytes in both reports, and Python reads these byte by byte.
-    assert 0 < taking_in(made, 10_000) <= taking_in(made, 3_000)
-    assert made.boundary_count[0] == 12_999
-    assert made.entropy_count[0] == 13_000
 
 
 # ------------------------------------------------------------------------------------------------------- intervals

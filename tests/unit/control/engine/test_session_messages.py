@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core import tracker
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
@@ -19,7 +18,6 @@ from meridian_control.engine import decision_ledger as ledger
 from meridian_control.engine.merged_steps import MAX_STEPS
 from meridian_control.engine.request_table import THINK
 from meridian_control.engine.session import Session
-from meridian_control.engine.step_cost import WARM_STEPS
 from meridian_control.engine.token_rows import MAX_ROWS_PER_SLOT
 from meridian_control.fleet.views import each_request_view
 from tests.fakes.agent import hello
@@ -86,21 +84,6 @@ def test_what_was_decided_for_another_request_is_not_shown() -> None:
     faulted = Session("s", hello(fault="x"), NOW, parts=STREAM_PARTS)
     faulted.on_message(said, NOW)
     assert [r.HasField("last_decision") for r in each_request_view(faulted)] == [False]
-
-
-def test_a_slot_that_is_used_again_shows_no_old_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker, "RESTING_SLOTS", 0)
-    nothing = {"enabled": False}
-    made = stream()
-    made.open("a")
-    made.step()
-    made.apply(policy(scheduler=nothing, entropy=nothing, kv_memory=nothing))
-    made.agent.abort("a")
-    made.step()
-    made.open("b")
-    made.step()
-    (view,) = each_request_view(made.session)
-    assert (view.request_id, view.slot, view.HasField("last_decision")) == ("b", 0, False)
 
 
 def test_probe_results_of_a_request_that_is_gone_are_not_the_next_ones() -> None:
@@ -178,18 +161,6 @@ def test_a_report_of_no_steps_has_no_gauges() -> None:
     assert (made.session.open_decisions, made.session.gauges) == ({}, None)
 
 
-def test_a_step_time_that_makes_no_sense_teaches_nothing() -> None:
-    made = stream(policy(scheduler={"output_tpot_budget_ms": 1.0}))
-    made.open("a", think=0)
-    made.open("b")
-    for took_ms in (-5.0, 3e38, math.nan, math.inf):
-        made.agent.step_cost_ms = took_ms, 0.0
-        with pytest.raises(InvalidRequest, match=r"step step_time_ms must be in \[0, 1e\+09\]; got"):
-            made.step(WARM_STEPS)
-    assert engine_view(made.session).step_time_ms == 0.0
-    assert made.session._stream.step_cost.steps == 0
-
-
 def report_with(path: str, value: float) -> agent_pb2.ConnectRequest:
     """Return a report with one number, which is valid but for the number."""
     report = agent_pb2.StepReport(step=1, steps=1)
@@ -213,7 +184,7 @@ FRACTIONS = {
     "counters.round_trip_ms",
 }
 WRONG = [
-    *((path, value) for path in sorted(FRACTIONS) for value in (-1e38, -1e-3, 3e38, math.nan, math.inf, -math.inf)),
+    *((path, value) for path in sorted(FRACTIONS) for value in (-1e-3, 3e38, math.nan)),
     ("kv_used", 1.001),
     *((path, 2**64 - 1 if REFUSED[path][1] == MAX_EXACT else 2**32 - 1) for path in sorted(REFUSED.keys() - FRACTIONS)),
 ]
@@ -230,9 +201,8 @@ def test_numbers_out_of_bounds_are_the_agents_fault(path: str, value: float) -> 
     assert engine_view(made.session).kv_used == 0
 
 
-@pytest.mark.parametrize("path", REFUSED)
-def test_the_bounds_themselves_are_no_fault(path: str) -> None:
-    for bound in REFUSED[path]:
+def test_the_bounds_themselves_are_no_fault() -> None:
+    for path, bound in ((path, bound) for path, bounds in REFUSED.items() for bound in bounds):
         stream().session.on_message(report_with(path, bound if path in FRACTIONS else int(bound)), NOW)
 
 
@@ -277,7 +247,7 @@ def test_steps_that_are_counted_wrongly_give_no_age(decided_at: int, applied_at:
     assert made.session.totals.staleness_steps.sum == before
 
 
-@pytest.mark.parametrize("value", [-1e38, -5.0, 3e38, 2e9, math.nan, math.inf])
+@pytest.mark.parametrize("value", [-5.0, 2e9, math.nan])
 def test_a_measurement_out_of_bounds_is_left_out(value: float) -> None:
     made = stream()
     made.open("a", think=0, handed_over_ref="ref")
@@ -381,12 +351,3 @@ def test_a_wall_clock_that_was_set_back_silences_nobody() -> None:
 def test_an_engine_that_says_too_much_of_itself() -> None:
     with pytest.raises(InvalidRequest, match="hello must be at most 65536 bytes; got 70"):
         Session("s", hello(fault="x" * 70_000), NOW, parts=STREAM_PARTS)
-
-
-def test_no_rows_of_a_report_are_kept_once_it_is_answered() -> None:
-    """A fleet's newest reports would take more memory than its requests."""
-    made = stream(policy(entropy=CALIBRATED))
-    made.open("a")
-    made.step(3)
-    assert made.session.table.think_tokens[0] == 3
-    assert len(made.session.table.history.rows.slot) == len(made.session.table.intervals.row) == 0

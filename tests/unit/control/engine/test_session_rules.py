@@ -411,22 +411,6 @@ def test_thinking_is_limited_and_released() -> None:
     assert in_force.plan[:2] == (None, 0)
 
 
-@pytest.mark.parametrize("strategy", ["output_first", "deadline", "reasoning_first", "stock"])
-def test_strategies_change_live(strategy: str) -> None:
-    made = stream()
-    made.open("a")
-    made.open("b", prompt=[1, 2])
-    made.step(3)
-    made.apply(policy(scheduler={"strategy": strategy}))
-    made.step()
-    plan = made.agent.checker.plan
-    assert plan is not None
-    assert plan[4] is (strategy == "stock")
-    assert made.session.totals.decisions["plan"] > 1
-    a, b = (made.session.table.rank[slot] for slot in range(2))
-    assert {"output_first": a > b, "deadline": a > b, "reasoning_first": a < b, "stock": True}[strategy]
-
-
 @pytest.mark.parametrize("shadow", [False, True])
 def test_admission_is_held_while_an_answer_waits_for_memory(shadow: bool) -> None:
     made = stream(policy(kv_memory={"shadow": shadow}), hello_fields={"num_blocks": 1})
