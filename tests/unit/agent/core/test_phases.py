@@ -68,13 +68,6 @@ def test_every_state_and_event(phase: Phase, event: TokenEvent) -> None:
     assert belongs is (Phase.THINK if ended else state.phase)
 
 
-def test_the_table_says_what_the_machine_does() -> None:
-    assert set(TRANSITIONS) == set(itertools.product(Phase, TokenEvent))
-    assert TRANSITIONS[Phase.OUTPUT, TokenEvent.START] is Phase.THINK, "a start marker begins thinking again"
-    assert TRANSITIONS[Phase.PROMPT, TokenEvent.TEXT] is Phase.OUTPUT, "text after the prompt is an answer"
-    assert all(after is not Phase.PROMPT for after in TRANSITIONS.values())
-
-
 def test_values_are_those_of_the_contract() -> None:
     named = {f"PHASE_{phase.name}": phase.value for phase in Phase if phase is not Phase.UNKNOWN}
     assert {**named, "PHASE_UNSPECIFIED": Phase.UNKNOWN} == dict(agent_pb2.Phase.items())
@@ -214,17 +207,6 @@ TURN = 70
 def test_a_turn_ends_the_thinking_that_it_opened(prompt: list[int], phase: Phase) -> None:
     state = begin(replace(SINGLE, turn_ends=frozenset([TURN, 71])), prompt, True)
     assert (state.phase, state.start) == (phase, (START,) if phase is Phase.THINK else ())
-
-
-@given(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 90]), max_size=30), st.sampled_from(sorted(ALL_MARKERS)))
-def test_last_event_is_the_last_match(prompt: list[int], name: str) -> None:
-    markers = ALL_MARKERS[name]
-    expected = (TokenEvent.TEXT, 0)
-    for at in range(len(prompt)):
-        event, _ = markers.match(prompt[max(0, at + 1 - markers.longest) : at + 1])
-        if event is not TokenEvent.TEXT:
-            expected = (event, len(prompt) - 1 - at)
-    assert markers.last_event(prompt) == expected
 
 
 # ------------------------------------------------------------------------------------ agreement with the control plane

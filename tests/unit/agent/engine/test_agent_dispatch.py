@@ -50,7 +50,7 @@ def test_nobody_waits_longer_than_the_share_or_the_maximum_says(
         assert max(live.skipped_steps for live in thinkers) <= bound
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_nobody_starves_while_others_come_and_go_and_the_share_changes(seed: int) -> None:
     rng = random.Random(seed)
     thinkers = [thinker(i) for i in range(6)]
