@@ -56,7 +56,7 @@ def server(tmp_path: Path) -> Iterator[tuple[Answers, str, str]]:
 
 @pytest.mark.parametrize(
     ("how", "support", "forks"),
-    [("serving", "1", 120), ("anew", "1", 100), ("anew", "0", 100), ("token", "1", 80)],
+    [("serving", "1", 60), ("anew", "1", 50), ("anew", "0", 50), ("token", "1", 40)],
 )
 def test_nobody_stands_still(
     server: tuple[Answers, str, str], tmp_path: Path, how: str, support: str, forks: int

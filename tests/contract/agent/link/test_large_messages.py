@@ -82,35 +82,6 @@ async def test_a_snapshot_of_any_size_reaches_the_fleet(control: Control) -> Non
         assert connection.session.totals.reports > 0
 
 
-async def test_requests_that_arrive_in_one_step_reach_the_fleet(control: Control, engine: LinkedEngine) -> None:
-    """An engine in one process takes in all prompts of a call before its first step."""
-    engine.open("first")
-    await engine.steps_until(lambda: control.names() == ["first"])
-    wait_in_queue(engine, MANY)
-    engine.step()
-    await until(lambda: known(control) == MANY + 1, PATIENT_S)
-    assert control.fleet.stream_ends == {}
-    for live in list(engine.engine.live):
-        engine.engine.abort(live)
-    engine.step()
-    await until(lambda: known(control) == 0, PATIENT_S)
-
-
-async def test_parts_follow_each_other_and_stay_below_their_bound() -> None:
-    async with server(BIG_MESSAGE, reads_snapshot_parts=True) as (servicer, target):
-        with LinkedEngine([target]) as engine:
-            wait_in_queue(engine, 2500)
-            await until(lambda: engine.link.lease.connected)
-            engine.step()
-            await until(lambda: "step" in servicer.kinds())
-        parts, kinds = servicer.heard("snapshot"), servicer.kinds()
-        assert kinds[1 : 1 + len(parts)] == ["snapshot"] * len(parts)
-        assert [part.continues for part in parts] == [True] * (len(parts) - 1) + [False]
-        assert {part.step for part in parts} == {parts[0].step}
-        assert max(message.ByteSize() for message in servicer.received) <= PART_BYTES + 16
-        assert [r.request_id for part in parts for r in part.requests] == [name_of(n) for n in range(2500)]
-
-
 async def test_an_older_control_plane_gets_as_many_requests_as_fit(caplog: pytest.LogCaptureFixture) -> None:
     async with server(BIG_MESSAGE) as (servicer, target):
         with LinkedEngine([target]) as engine:

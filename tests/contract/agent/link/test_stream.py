@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from functools import partial
 from typing import Any
 
 import grpc
 import pytest
-from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2, fleet_pb2_grpc
+from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2
 
 from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link import outbox
@@ -17,7 +16,6 @@ from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.engine.request_table import THINK
 from meridian_control.engine.token_rows import columns_of, row_count
 from meridian_control.fleet.connection import QUEUE_MESSAGES
-from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy.store import StoredRevision
 from tests.contract.streams import Control, Scripted, bad_slot, call_to, failure, to_the_end
 from tests.fakes.agent import hello
@@ -259,37 +257,6 @@ async def test_what_waits_for_no_interval(scripted: Scripted, monkeypatch: pytes
         engine.engine.finish("a")
         engine.step()
         await until(lambda: scripted.received[-1].step.closed)
-
-
-@pytest.mark.parametrize("kind", ["preempted", "resumed", "urgent"])
-def test_what_presses(kind: str) -> None:
-    record = StepRecord(slots=[0], phases=[2], flags=[32], rows=[0], closed=[(1, 1)], outcomes=[(1, 1, 0, "")])
-    assert not record.presses
-    setattr(record, kind, [(1,)])
-    assert record.presses
-
-
-async def test_all_who_watch_share_a_look(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, look = 0, WholeFleet.state
-
-    async def counted(whole: WholeFleet, engine_id: str = "", local_only: bool = False) -> Any:
-        nonlocal looks
-        looks += 1
-        return await look(whole, engine_id, local_only)
-
-    monkeypatch.setattr(WholeFleet, "state", counted)
-    async with grpc.aio.insecure_channel(control.target) as channel:
-        stub = fleet_pb2_grpc.FleetServiceStub(channel)
-        watches: list[Any] = [stub.WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=200)) for _ in range(8)]
-        for watch in watches:
-            await watch.read()
-        looks = 0
-        for _ in range(4):
-            await asyncio.gather(*(watch.read() for watch in watches))
-        # The watchers share one look per tick; a slow machine needs a few more looks.
-        assert 3 <= looks <= 12, "the server sent 32 messages"
-        for watch in watches:
-            watch.cancel()
 
 
 async def test_an_agent_that_steps_aside_says_hello_anew(control: Control) -> None:
