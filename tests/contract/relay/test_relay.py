@@ -358,22 +358,6 @@ async def test_a_redirect_is_for_the_client() -> None:
         assert [path for path, _ in home.seen + other.seen] == [CHAT] * 3
 
 
-@pytest.mark.parametrize("fields", [{}, {"seed": 3}])
-async def test_a_target_with_the_whole_url(fields: dict[str, Any]) -> None:
-    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
-        body = json.dumps(BODY | fields).encode()
-        head = f"POST {relayed.url}{CHAT}?a=%20b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        url = URL(relayed.url)
-        reader, writer = await asyncio.open_connection(url.host, url.port)
-        writer.write(head.encode() + body)
-        answer = await reader.read()
-        writer.close()
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        assert b"[DONE]" in answer
-        assert relayed.results() == ({} if fields else {"one_engine": 1})
-
-
 async def test_an_ineligible_chat_request_passes_as_it_is() -> None:
     async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
         await handed(home, answering.url)
@@ -450,16 +434,6 @@ async def test_engines_that_serve_nothing_use_up_no_failures(fault: str) -> None
                 assert (await relayed.ask()).status == 502
                 for _ in range(2):
                     assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
-
-
-async def test_status_500_always_uses_up_a_failure() -> None:
-    """The request may be the cause each time that it comes."""
-    async with engines(SCRIPT, 5) as all_engines, relaying(*(engine.url for engine in all_engines)) as relayed:
-        for engine in all_engines:
-            engine.usual = Plan(status=500)
-        for asked in (3, 6, 9):
-            assert (await relayed.ask()).status == 502
-            assert sum(len(engine.seen) for engine in all_engines) == asked
 
 
 async def test_a_request_stops_at_most_three_engines_that_served() -> None:
