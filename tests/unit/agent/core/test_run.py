@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from meridian_agent.core.live_request import Cap, Ending, LiveRequest
+from meridian_agent.core.phases import Markers
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report
@@ -17,10 +19,7 @@ from tests.fakes.records import in_slot_order
 from tests.fakes.sentences import ends_by_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from meridian_agent.core.live_request import LiveRequest
-    from meridian_agent.core.phases import Markers
+    from collections.abc import Callable, Iterable
 
 # A token that ends a sentence.
 STOP = 4
@@ -58,6 +57,152 @@ def step(tracker: Tracker, tokens: dict[str, list[int]], ended: Iterable[str] = 
         tracker.close(tracker.by_id[name], 1)
     tracker.looked_at(others)
     return "".join(names[row][-1] for row in others)
+
+
+def stepped(tracker: Tracker, tokens: dict[str, list[int]], steps: int = 3) -> list[str]:
+    return [step(tracker, tokens) for _ in range(steps)]
+
+
+def test_a_request_joins_after_its_first_step() -> None:
+    tracker = tracker_of()
+    for name in "ab":
+        opened(tracker, name)
+    batch = {"a": [TEXT], "b": [TEXT]}
+    assert stepped(tracker, batch) == ["ab", "", ""]
+    assert stepped(tracker, {"b": [TEXT], "a": [TEXT]}) == ["", "", ""], "only the rows have changed"
+    opened(tracker, "c")
+    assert stepped(tracker, {**batch, "c": [TEXT]}) == ["c", "", ""]
+    assert step(tracker, {**batch, "c": [TEXT]}, ended="b") == "b"
+    assert stepped(tracker, {"a": [TEXT], "c": [TEXT]}) == ["", "", ""]
+    assert [live.state.think_tokens for live in tracker.by_id.values()] == [13, 7]
+
+
+def test_the_step_after_a_request_joined_is_counted_as_a_whole() -> None:
+    tracker, text = tracker_of(), [[TEXT], [TEXT]]
+    for name in "ab":
+        opened(tracker, name)
+    stepped(tracker, {"a": [TEXT]}, 2)
+    assert tracker.run.count_all(["a", "b"], text, {START, END}) is None, "a request is not a member yet"
+    assert step(tracker, {"a": [TEXT], "b": [TEXT]}) == "b"
+    assert tracker.run.count_all(["a", "b"], text, {START, END}) == [TEXT, TEXT]
+    assert (tracker.run.rows, tracker.run.slots) == ([0, 1], [0, 1]), "the columns have the new member"
+
+
+def test_a_request_that_a_step_leaves_out_joins_again() -> None:
+    tracker = tracker_of()
+    a, b = (opened(tracker, name) for name in "ab")
+    stepped(tracker, {"a": [TEXT], "b": [STOP]})
+    assert step(tracker, {"a": [TEXT]}) == ""
+    assert (a.state.think_tokens, b.state.think_tokens, b.sentence_flags & 32) == (4, 3, 32)
+    assert stepped(tracker, {"b": [TEXT], "a": [TEXT]}) == ["b", "", ""]
+    assert (a.state.think_tokens, b.state.think_tokens) == (7, 6)
+
+
+def test_a_limit_concerns_the_run_only_while_its_request_thinks_and_is_near_it() -> None:
+    tracker = tracker_of()
+    a, b = opened(tracker, "a", prompt=[TEXT]), opened(tracker, "b")
+    batch = {"a": [TEXT], "b": [TEXT]}
+    stepped(tracker, batch)
+    number = tracker.run.number
+    a.set_cap(Cap(1, 2, False))
+    tracker.watch_limit(a)
+    assert tracker.run.number == number, "the request answers"
+    assert step(tracker, {**batch, "a": [START]}) == "a"
+    assert stepped(tracker, batch) == ["", "a", "a"], "it thinks, and comes near its cap"
+    assert list(tracker.due) == [a]
+    number = tracker.run.number
+    b.set_cap(Cap(2, 100, False))
+    tracker.watch_limit(b)
+    assert tracker.run.number == number, "its cap is far"
+    cap = b.think_tokens + 3
+    b.set_cap(Cap(3, cap, False))
+    tracker.watch_limit(b)
+    assert tracker.run.number == number, "its cap is nearer"
+    assert [step(tracker, {"b": [TEXT]}) for _ in range(3)] == ["", "", "b"]
+    assert b in tracker.due
+    assert b.state.think_tokens == cap
+    c = opened(tracker, "c")
+    assert step(tracker, {"c": [TEXT]}) == "c"
+    number = tracker.run.number
+    c.set_cap(Cap(4, c.think_tokens + 1, False))
+    tracker.watch_limit(c)
+    assert tracker.run.number != number, "its cap comes with the next token"
+
+
+def test_the_number_changes_with_the_members_and_the_live_requests() -> None:
+    tracker, numbers = tracker_of(), []
+    a, b = (opened(tracker, name) for name in "ab")
+    stepped(tracker, {"a": [TEXT], "b": [TEXT]})
+    changes: list[Callable[[], object]] = [
+        lambda: tracker.run.leave(b),
+        lambda: step(tracker, {"a": [TEXT], "b": [TEXT]}),
+        lambda: step(tracker, {"b": [TEXT], "a": [TEXT]}),
+        lambda: opened(tracker, "c"),
+        lambda: tracker.close(tracker.by_id["c"], 1),
+        lambda: tracker.preempt(a),
+    ]
+    for change in changes:
+        numbers.append(tracker.run.number)
+        change()
+    assert len({*numbers, tracker.run.number}) == len(changes) + 1
+    assert (tracker.run.members, tracker.run.whole) == (1, False)
+    before = tracker.run.number
+    assert (step(tracker, {"b": [TEXT]}), tracker.run.whole) == ("", True)
+    assert stepped(tracker, {"b": [TEXT]}) == ["", "", ""]
+    assert tracker.run.number == before + 1, "the preempted request's row has gone"
+
+
+@pytest.mark.parametrize("tokens", [[END], [START], [TEXT, TEXT], []])
+def test_what_is_not_one_token_of_text_is_looked_at(tokens: list[int]) -> None:
+    tracker = tracker_of()
+    for name in "ab":
+        opened(tracker, name)
+    assert not stepped(tracker, {"a": [TEXT], "b": [TEXT]})[-1]
+    assert step(tracker, {"a": [TEXT], "b": tokens}) == "b"
+    assert list(tracker.record.text) == [TEXT]
+    assert tracker.record.slots == [0] + [1] * len(tokens)
+
+
+def test_a_request_leaves_before_its_cap_is_looked_at() -> None:
+    for lookahead in (0, 1):
+        tracker = tracker_of()
+        tracker.lookahead = lookahead
+        a, b = opened(tracker, "a", own_cap=8), opened(tracker, "b")
+        seen, looked_at = [], []
+        for _ in range(8):
+            looked_at.append(step(tracker, {"a": [TEXT], "b": [TEXT]}))
+            seen.append(a in tracker.due)
+        assert seen == [count >= 8 - lookahead for count in range(1, 9)]
+        assert looked_at == ["ab", *[""] * (6 - lookahead), *["a"] * (1 + lookahead)]
+        assert (a.state.think_tokens, b.state.think_tokens) == (8, 8)
+
+
+def test_a_cap_in_shadow_is_looked_at_when_it_is_reached() -> None:
+    tracker = tracker_of()
+    a = opened(tracker, "a")
+    a.cap = Cap(1, 6, True)
+    tracker.watch_limit(a)
+    assert stepped(tracker, {"a": [TEXT]}, 7) == ["a", "", "", "", "", "a", "a"]
+    a.cap.reported = True
+    assert step(tracker, {"a": [TEXT]}) == "a"
+    assert step(tracker, {"a": [TEXT]}) == ""
+
+
+def test_what_needs_a_look_at_each_step_is_no_member() -> None:
+    tracker = tracker_of()
+    a = opened(tracker, "a")
+    assert not stepped(tracker, {"a": [TEXT]})[-1]
+    tracker.preempt(a)
+    assert stepped(tracker, {"a": [TEXT]}) == ["a"] * 3
+    tracker.resume(a)
+    assert not stepped(tracker, {"a": [TEXT]})[-1]
+    tracker.run.leave(a)
+    a.ending = Ending((END,), 1)
+    tracker.due[a] = None
+    assert stepped(tracker, {"a": [TEXT]}) == ["a"] * 3
+    several = tracker_of(Markers(((START,),), ((5, 6),)))
+    opened(several, "a")
+    assert stepped(several, {"a": [TEXT]}) == ["a"] * 3
 
 
 def state(live: LiveRequest) -> tuple[Any, ...]:
