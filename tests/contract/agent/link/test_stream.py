@@ -153,22 +153,6 @@ async def test_reports_are_merged_as_the_policy_says(
         assert steps == 1 or merged.age_ms[0] > merged.age_ms[-1] == 0
 
 
-async def test_two_engines_at_once(control: Control) -> None:
-    with LinkedEngine([control.target], "one") as one, LinkedEngine([control.target], "two") as two:
-        one.open("a")
-        two.open("b", own_cap=3)
-        two.open("c")
-        await one.steps_until(lambda: one.caps() == [(0, 600)])
-        await two.steps_until(lambda: two.caps() == [(0, 3), (1, 600)])
-        assert control.names() == ["a", "b", "c"]
-        assert [r.request_id for r in requests_of(control.fleet, "two")] == ["b", "c"]
-        assert [e.engine_id for e in engines_of(control.fleet)] == ["one", "two"]
-        await control.set_policy(policy())
-        await one.steps_until(lambda: control.engine("one").acked_revision == 2)
-        assert control.engine("two").acked_revision == 1, "engine two makes no step"
-        await two.steps_until(lambda: control.engine("two").acked_revision == 2)
-
-
 async def test_a_second_stream_of_one_engine_takes_the_first_ones_place(control: Control) -> None:
     """The control plane may notice late that a half-open stream has ended, and still lists each engine only once."""
     hello = agent_pb2.ConnectRequest(hello=agent_pb2.Hello(engine_id="e", incarnation="1"))

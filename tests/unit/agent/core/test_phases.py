@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
@@ -251,20 +251,6 @@ def test_counts_add_up_and_the_control_plane_agrees(
     table.add_tokens(columns)
     assert table.phase[3] == state.phase
     assert (table.think_tokens[3], table.output_tokens[3]) == (state.think_tokens, state.output_tokens)
-
-
-@given(generations())
-def test_text_is_what_no_marker_covers(generation: tuple[Markers, list[int], list[int]]) -> None:
-    """The counts agree with a second pass over the whole text, for markers that cannot overlap."""
-    markers, _, tokens = generation
-    assume(markers in (SINGLE, CHANNELS))
-    state = PhaseState(Phase.PROMPT)
-    feed(state, tokens, markers)
-    covered: set[int] = set()
-    for at in range(len(tokens)):
-        _, length = markers.match(tokens[max(0, at + 1 - markers.longest) : at + 1])
-        covered |= set(range(at + 1 - length, at + 1))
-    assert state.think_tokens + state.output_tokens == len(tokens) - len(covered)
 
 
 def test_a_forced_ending_writes_the_closing_text_first() -> None:

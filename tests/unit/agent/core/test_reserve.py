@@ -318,16 +318,3 @@ def test_reserves_are_exact_with_any_drafts_markers_and_phases(  # noqa: PLR0917
             assert not fits or left >= reserve
             assert not (fits and is_exact) or left == reserve, "the answer has exactly the reserve"
             run, ended_in = 0, step
-
-
-@pytest.mark.parametrize("markers", [MARKERS, CLOSING], ids=["one token", "closing"])
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_a_run_of_text_stops_before_the_reserve(markers: Markers, rows: int) -> None:
-    """Steps of one text token each are counted as a whole only as long as no forced token can be due."""
-    engine = FakeEngine(markers, lookahead=rows - 1)
-    tr = engine.open("a", max_tokens=40)
-    engine.accept(message(caps=[cap(1, 0, MAX, reserve=6)]))
-    free = 40 - 6 - len(markers.ending)
-    assert tr.text_tokens() == free - (rows - 1) - 1
-    engine.run({"a": TEXT})
-    assert tr.text_tokens() == free - (rows - 1) - 2
