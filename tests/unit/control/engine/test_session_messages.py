@@ -32,21 +32,6 @@ def snapshot(*requests: Any, **fields: Any) -> agent_pb2.ConnectRequest:
     return agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(requests=[*requests], **fields))
 
 
-def test_a_snapshot_replaces_the_table() -> None:
-    made = stream(policy(scheduler={"max_think_tokens": 900}))
-    made.open("a")
-    made.open("b", answer=1, prompt=[1, 2])
-    made.step(3)
-    assert set(made.agent.engine.live) == {"a"}
-    made.agent.say(snapshot=made.agent.snapshot())
-    (response,) = made.pump()
-    assert [(c.slot, c.max_think_tokens) for c in response.directives.caps] == [(0, 900)]
-    assert [(r.request_id, r.think_tokens) for r in each_request_view(made.session)] == [("a", 3)]
-    assert response.directives.step == made.agent.engine.step
-    made.step()
-    assert made.balanced()
-
-
 def test_an_end_under_way_while_the_table_is_told_anew_is_still_the_rules() -> None:
     made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
     made.open("a")

@@ -321,16 +321,6 @@ def test_a_probed_request_waits_unless_nothing_is_applied(entropy: dict[str, Any
     assert probe.hold_ms == hold_ms
 
 
-def test_results_of_probes_are_always_answered() -> None:
-    made = stream(policy(scheduler=EARLY, entropy=CALIBRATED | {"eat_level_threshold_nats": 0.0}))
-    made.open("a")
-    made.step(12)
-    heard = [m.step.step for _, m in made.trace if isinstance(m, agent_pb2.ConnectRequest) and m.step.probes.slot]
-    answered = {r.directives.step for r in made.responses if r.HasField("directives")}
-    assert len(heard) > 3
-    assert set(heard) <= answered
-
-
 # ------------------------------------------------------------------------------------------- probes, ends and shares
 
 

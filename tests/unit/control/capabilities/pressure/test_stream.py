@@ -11,7 +11,7 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import tracker
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
-from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
+from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
@@ -459,34 +459,3 @@ def test_the_levels_of_an_idle_engine_do_not_depend_on_who_looks(every_ms: int) 
     assert found[0].controllers == found[1].controllers
     assert found[0]._windows[0].start_ms == found[1]._windows[0].start_ms
     assert 0 < level(alone) < 6
-
-
-def busy(opened: int, **entry: Any) -> Stream:
-    """Return an engine with four places to which twice as many requests come as their thinking leaves room for."""
-    chat = {"name": "chat", "queueing_p99_ms": 400.0, "window_s": 2, "soft_think_tokens": 40, "max_think_tokens": 20}
-    made = stream(pressed({**chat, "shadow": False, **entry}))
-    made.agent.places = 4
-    for number in range(opened):
-        made.open(f"r{number}", 75, 5)
-        made.step(10, then_ms=20.0)
-    return made
-
-
-def waiting(made: Stream) -> int:
-    return sum(live.queued_s is not None for live in made.agent.engine.live.values())
-
-
-def test_thinking_yields_while_requests_wait_in_the_queue() -> None:
-    shadowed = busy(80, shadow=True)
-    assert waiting(shadowed) > 25
-    assert level(shadowed) == MAX_LEVEL, "nothing relieves the engine"
-    made = busy(120)
-    assert waiting(made) <= 2
-    assert 0 < level(made) <= MAX_LEVEL
-    assert not readings(made)["queueing_p99_ms"].missed
-    changes = counted(made, CHANGES_TOTAL)
-    assert changes["chat", "shortened"] + changes["chat", "restored"] <= 8
-    first = made.session.part(EnginePressure).changes["chat"][-1]
-    assert (first.level_before, first.reading.target if first.reading else "") == (0, "queueing_p99_ms")
-    assert counted(made, MISSED_TOTAL)["chat", "queueing_p99_ms"] >= 2
-    assert made.balanced()
