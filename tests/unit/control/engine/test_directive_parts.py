@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.opened_request import MAX_SLOTS
-from meridian_control.engine.session import DIRECTIVES_BYTES, KINDS, parts_of
+from meridian_control.engine import session
+from meridian_control.engine.session import KINDS, parts_of
 
 if TYPE_CHECKING:
     import pytest
@@ -33,8 +34,8 @@ def large() -> agent_pb2.Directives:
 
 
 def test_the_parts_have_all_decisions_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, most = large(), DIRECTIVES_BYTES // 16
-    monkeypatch.setattr(directive_parts, "DIRECTIVES_BYTES", most)
+    whole, most = large(), session.DIRECTIVES_BYTES // 16
+    monkeypatch.setattr(session, "DIRECTIVES_BYTES", most)
     assert whole.ByteSize() > 16 * most
     parts = [response.directives for response in parts_of(whole)]
     assert max(part.ByteSize() for part in parts) <= most
