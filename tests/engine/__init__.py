@@ -30,6 +30,8 @@ STRIPPED = {"meridian_chat_template": "{}"}
 # by itself or by a test's cap.
 MAX_TOKENS, FIRST_TOKENS = 128, 64
 CASES = 6
+# Prompts about which the model thinks for a few blocks; about most others it thinks for more.
+SHORT = [maze.prompts(60, seed=52)[index] for index in (15, 1, 45, 33, 44, 29, 58, 50, 8, 18, 36, 46, 2, 6)]
 
 
 def cases() -> list[dict[str, Any]]:

@@ -16,8 +16,7 @@ import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.data import maze
-from tests.engine import ENGINE_ARGS
+from tests.engine import ENGINE_ARGS, SHORT
 from tests.processes import ENGINE_ENV, RPC_S, Control, Process, free_port, wait_for
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from tests.certificates import Issued
 
-PROMPTS = maze.prompts(6, seed=5)
+PROMPTS = SHORT[:6]
 # Most tokens of a request: thinking up to a budget, and the beginning of an answer.
 TOKENS = 60
 # Text that vLLM writes when a budget is used up, before the end marker, and its number of tokens.
@@ -169,8 +168,10 @@ class Client:
         return phase_metrics(self._port)[f"meridian_vllm_{name}"]
 
     def metric(self, name: str) -> float:
+        """Return the value of a series of the control plane; 0 as long as there is no such series."""
         text = httpx.get(f"http://{self.control.options[-1]}/metrics", timeout=RPC_S, verify=False).text
-        return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{name} "))
+        lines = text.splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
 from tests.data import maze
+from tests.engine import SHORT
 from tests.engine.ctl import ctl
 from tests.engine.policies import NEUTRAL
 from tests.engine.served import stream
-from tests.engine.test_later_turns import PROMPTS
 from tests.processes import RPC_S, Control, wait_for
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def test_a_stop_string_is_no_disconnect(apart: tuple[Served, Control]) -> None:
 def test_stop_strings_of_streams_sleep_while_the_model_thinks(apart: tuple[Served, Control]) -> None:
     """The front end has no stream of its own: the engine core tells it, output by output."""
     served, control = apart
-    prompt = PROMPTS[0]
+    prompt = SHORT[0]
     control.apply(NEUTRAL)
     reasoning, content, _ = asyncio.run(stream(served, prompt))
     word = next(word for word in content.split() if word.isalpha() and word in reasoning)

@@ -1,7 +1,8 @@
 """The second turn of a conversation finds as many of its tokens in the prefix cache as on stock vLLM, whenever it
 repeats the thinking of the first; blocks that no turn repeats are given up.
 
-Each server is a real one. Stock vLLM is the same server without the agent.
+Each server is a real one. Stock vLLM is the same server without the agent. Each test takes prompts of its own, because
+answers are the same for the same prompt.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import httpx
 import pytest
 
-from tests.data import maze
-from tests.engine import served
+from tests.engine import SHORT, served
 from tests.engine.served import KEEPS, STRIPS
 from tests.processes import MODEL, RPC_S, wait_for
 
@@ -27,10 +27,6 @@ POLICY = {
     "entropy": {"enabled": False},
     "kv_memory": {"enabled": True},
 }
-# Each test has prompts of its own, because answers are the same for the same prompt. The model thinks about these for a
-# few blocks, and about most others for more.
-SHORT = (15, 1, 45, 33, 44, 29, 58, 50, 8, 18, 36, 46, 2, 6)
-PROMPTS = [maze.prompts(60, seed=52)[index] for index in SHORT]
 BLOCK = 32
 # Most tokens of a last turn, of which the hits and the first tokens count.
 LAST = 40
@@ -83,9 +79,9 @@ class Server:
     def second_turn(self, index: int, **body: Any) -> tuple[Turn, Turn]:
         """Send two turns of a conversation; the second repeats the whole answer to the first, thinking included, and is
         cut unless `max_tokens` is given."""
-        first = self.chat(PROMPTS[index], **body)
+        first = self.chat(SHORT[index], **body)
         assert first.content
-        return first, self.chat(PROMPTS[index], first.content, PROMPTS[index + 1], **{"max_tokens": LAST, **body})
+        return first, self.chat(SHORT[index], first.content, SHORT[index + 1], **{"max_tokens": LAST, **body})
 
     def outcomes(self) -> dict[str, int]:
         return dict(self.control.settled().outcomes)
@@ -158,8 +154,8 @@ def test_a_client_that_sends_no_thinking_back_decides_for_its_conversation(gover
     second turn on the engine knows it, and the third turn finds as much in the cache as on stock vLLM."""
     before, found = governed.reclaimed(), []
     for server in (governed, stock):
-        said, cached = [PROMPTS[1]], []
-        for nxt in (PROMPTS[11], PROMPTS[9], ""):
+        said, cached = [SHORT[1]], []
+        for nxt in (SHORT[11], SHORT[9], ""):
             turn = server.chat(*said, chat_template_kwargs=KEEPS, max_tokens=800 if nxt else LAST)
             cached.append((turn.cached, turn.content))
             said += [turn.content.partition("</think>")[2].strip(), nxt]
@@ -186,7 +182,7 @@ def test_kept_thinking_waits_for_the_next_turn_as_long_as_the_policy_says(govern
         keep(0)
         governed.chat("left", max_tokens=1)
         keep(100_000)
-        first = governed.chat(PROMPTS[13], chat_template_kwargs=KEEPS, request_id="kept")
+        first = governed.chat(SHORT[13], chat_template_kwargs=KEEPS, request_id="kept")
         governed.control.settled()
         details = [event.decision.detail for event in governed.control.explain("kept").events]
         assert "the chat template keeps the thinking; kept for 100000 s" in details
@@ -198,10 +194,10 @@ def test_kept_thinking_waits_for_the_next_turn_as_long_as_the_policy_says(govern
             return governed.expired() > 3
 
         wait_for(expired, 60, "the kept thinking to be given up")
-        late = governed.chat(PROMPTS[13], first.content, PROMPTS[0], max_tokens=LAST, chat_template_kwargs=KEEPS)
+        late = governed.chat(SHORT[13], first.content, SHORT[0], max_tokens=LAST, chat_template_kwargs=KEEPS)
         assert late.cached <= first.prompt_tokens
-        assert stock.chat(PROMPTS[13], chat_template_kwargs=KEEPS).content == first.content
-        same = stock.chat(PROMPTS[13], first.content, PROMPTS[0], max_tokens=LAST, chat_template_kwargs=KEEPS)
+        assert stock.chat(SHORT[13], chat_template_kwargs=KEEPS).content == first.content
+        same = stock.chat(SHORT[13], first.content, SHORT[0], max_tokens=LAST, chat_template_kwargs=KEEPS)
         assert same.content == late.content
         assert same.cached > 3 * BLOCK
     finally:
@@ -214,7 +210,7 @@ def test_settings_that_change_nothing_are_learned(governed: Server) -> None:
     before = governed.reclaimed()
 
     def given_up() -> bool:
-        governed.chat(PROMPTS[12], max_tokens=800, **settings)
+        governed.chat(SHORT[12], max_tokens=800, **settings)
         return governed.reclaimed() > before
 
     wait_for(given_up, 60, "the blocks of such a request to be given up")
@@ -232,7 +228,7 @@ def test_token_ids_that_are_sent_back_find_their_blocks(governed: Server, stock:
     """By completions of token ids, and by a chat that asks for its token ids."""
     before, found = governed.reclaimed(), []
     for server in (governed, stock):
-        first = server.chat(PROMPTS[6], return_token_ids=True)
+        first = server.chat(SHORT[6], return_token_ids=True)
         assert first.prompt
         second = server.complete([*first.prompt, *first.tokens, *first.prompt])
         third = server.complete([*second.prompt, *second.tokens, *first.prompt], max_tokens=LAST)
@@ -242,13 +238,12 @@ def test_token_ids_that_are_sent_back_find_their_blocks(governed: Server, stock:
     assert governed.reclaimed() == before
 
 
-@pytest.mark.parametrize(("index", "most"), [(3, 100), (5, 150)])
-def test_a_cut_answer_may_be_continued(governed: Server, stock: Server, index: int, most: int) -> None:
+def test_a_cut_answer_may_be_continued(governed: Server, stock: Server) -> None:
     """A client goes on with an answer that has reached `max_tokens` while it thought."""
     before, found = governed.reclaimed(), []
     for server in (governed, stock):
-        said = [{"role": "user", "content": PROMPTS[index]}]
-        (choice,) = server.post("/chat/completions", messages=said, max_tokens=most)["choices"]
+        said = [{"role": "user", "content": SHORT[3]}]
+        (choice,) = server.post("/chat/completions", messages=said, max_tokens=100)["choices"]
         assert choice["finish_reason"] == "length"
         begun = {"role": "assistant", "content": f"<think>{choice['message']['reasoning']}"}
         goes_on = {"add_generation_prompt": False, "continue_final_message": True}
@@ -265,8 +260,8 @@ def test_an_engine_learns_from_thinking_that_comes_back(governed: Server, stock:
     for server in (governed, stock):
         hits = []
         for index in (7, 8):
-            first = server.chat(PROMPTS[index], **tenant)
-            ids = server.chat(PROMPTS[index], return_token_ids=True)
+            first = server.chat(SHORT[index], **tenant)
+            ids = server.chat(SHORT[index], return_token_ids=True)
             assert ids.content == first.content
             hits.append(server.complete([*ids.prompt, *ids.tokens, *ids.prompt], max_tokens=1).cached)
         found.append(hits)
@@ -275,9 +270,9 @@ def test_an_engine_learns_from_thinking_that_comes_back(governed: Server, stock:
     note = str(wait_for(lambda: governed.control.engine().reclaim_note, 20, "the note"))
     assert "sends \\'all\\' back" in note or "sends 'all' back" in note
     before = governed.reclaimed()
-    governed.chat(PROMPTS[9], max_tokens=800, **tenant)
+    governed.chat(SHORT[9], max_tokens=800, **tenant)
     assert governed.reclaimed() == before
-    governed.chat(PROMPTS[9], max_tokens=800)
+    governed.chat(SHORT[9], max_tokens=800)
     assert governed.reclaimed() > before, "other requests' blocks are given up as before"
     (line,) = [line for line in governed.process.output().splitlines() if "later prompts have repeated" in line]
     assert "WARNING" in line
@@ -295,7 +290,7 @@ def test_the_servers_own_template_and_default_settings_keep_thinking(
     assert (ours.content, ours.cached) == (theirs.content, theirs.cached)
     assert ours.cached > 3 * BLOCK
     assert server.reclaimed() == before
-    server.chat(PROMPTS[0], request_id="by-default", max_tokens=5)
-    server.chat(PROMPTS[0], request_id="by-client", max_tokens=5, reasoning_effort="high")
+    server.chat(SHORT[0], request_id="by-default", max_tokens=5)
+    server.chat(SHORT[0], request_id="by-client", max_tokens=5, reasoning_effort="high")
     server.control.settled()
     assert [server.control.explain(name).effort for name in ("by-default", "by-client")] == ["low", "high"]

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.telemetry.catalogue import AGENTS, ENGINES, catalogue
-from tests.engine import STRIPPED, cases, chat, paced
+from tests.engine import SHORT, STRIPPED, cases, chat, paced
 from tests.engine.policies import CONVERGED, DENSE
 from tests.engine.test_pressure import pressure
 from tests.processes import RPC_S, wait_for
@@ -28,6 +28,7 @@ HALF_HELD = {
     # Every window with enough answer tokens misses this target.
     "pressure": [{"name": "missed", "output_itl_p99_ms": 0.001, "window_s": 1, "shadow": True}],
 }
+CASES = [{"prompt": prompt, "template": {"open_think": True}} for prompt in SHORT[:6]]
 METRICS = catalogue(CAPABILITIES)
 BUDGET = "meridian_budget_think_tokens_total"
 # Number of runs after which some request has surely been in the control group, and some window has ended.
@@ -80,13 +81,13 @@ def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Con
     thinking, _ = pressure(llm, agent, control)
     sampled = SamplingParams(temperature=1.0, seed=1, max_tokens=400, extra_args=STRIPPED)
     control.apply(SHADOWED)
-    paced(llm, cases(), sampled, settled)
+    paced(llm, CASES, sampled, settled)
     control.apply(CONVERGED)
-    paced(llm, cases(), sampled, settled)
+    paced(llm, CASES, sampled, settled)
     control.apply(HALF_HELD)
     # vLLM completes request ids with random letters, and the ids choose the control group.
     for _ in range(LOOKS):
-        paced(llm, cases(), sampled, settled)
+        paced(llm, CASES, sampled, settled)
         control.settled()
         found, _ = scraped(control)
         if all(found[name] > before.get(name, 0) for name in OF_SOME_RUNS):

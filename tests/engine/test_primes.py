@@ -38,11 +38,11 @@ def test_a_capability_needs_its_folder_and_one_line_of_assembly(apart: tuple[Ser
     served, control = apart
     metrics, shown = (option.rpartition(":")[2] for option in (control.options[-1], control.options[-3]))
     control.apply({**CLOSED, "extension": {"primes": {"enabled": True, "at_least": 11}}})
-    # The model ends no thinking by itself.
+    # The model ends no thinking by itself, and a prime number of tokens comes soon.
     end = AutoTokenizer.from_pretrained(ENGINE_ARGS["model"]).convert_tokens_to_ids("</think>")
 
     def ended() -> list[dict[str, Any]]:
-        asyncio.run(stream(served, PROMPTS[0], logit_bias={str(end): -30}, ignore_eos=True))
+        asyncio.run(stream(served, PROMPTS[0], logit_bias={str(end): -30}, ignore_eos=True, max_tokens=60))
         decided = json.loads(ctl(control, "decisions", "--kind", "force", "-o", "json"))
         return [one for one in decided if one["reason"] == "prime" and one["outcome"] == "OUTCOME_APPLIED"]
 

@@ -12,11 +12,10 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core import guard as guard_module
-from tests.engine import Run, chat, paced, prompt_ids
+from tests.engine import SHORT, Run, chat, paced, prompt_ids
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_fail_static import kill, lost, rebuild, state_file  # noqa: F401 - a fixture
 from tests.engine.test_faults import rebuilt  # noqa: F401 - a fixture
-from tests.engine.test_later_turns import PROMPTS
 from tests.engine.test_pressure import half_the_cache
 from tests.processes import wait_for
 
@@ -69,7 +68,7 @@ def test_a_small_call_keeps_three_quarters_of_its_tokens_for_thinking(
 
 
 def test_a_chat_that_answers_in_time_is_as_without_a_reserve(llm: Any, agent: Any, control: Control) -> None:
-    turns, params = [[{"role": "user", "content": text}] for text in PROMPTS[:4]], SamplingParams(temperature=0.0)
+    turns, params = [[{"role": "user", "content": text}] for text in SHORT[:4]], SamplingParams(temperature=0.0)
     params.max_tokens = 400
 
     def answers() -> list[list[int]]:

@@ -14,12 +14,11 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.vllm_adapter.stop_tokens import SleepingTokens, stop_also_after
-from tests.engine import Run, prompt_ids
+from tests.engine import SHORT, Run, prompt_ids
 from tests.engine.ctl import ctl
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import OPEN
-from tests.engine.test_fail_static import confirmed, kill, lost, thawed  # noqa: F401 - fixtures
-from tests.engine.test_later_turns import PROMPTS
+from tests.engine.test_fail_static import confirmed, thawed  # noqa: F401 - a fixture
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -47,10 +46,10 @@ def ask(llm: Any, *params: dict[str, Any], own: int | None = None, is_chat: bool
     extra = {OWN: own} if own is not None else None
     sampling = [SamplingParams(temperature=0.0, max_tokens=400, extra_args=extra, **each) for each in params]
     if is_chat:
-        turns = [{"role": "user", "content": PROMPTS[0]}]
+        turns = [{"role": "user", "content": SHORT[0]}]
         outputs = llm.chat([turns] * len(params), sampling, chat_template_kwargs=OPEN, use_tqdm=False)
     else:
-        prompt = {"prompt_token_ids": prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN})}
+        prompt = {"prompt_token_ids": prompt_ids(llm, {"prompt": SHORT[0], "template": OPEN})}
         outputs = llm.generate([prompt] * len(params), sampling, use_tqdm=False)
     return [said_of(one) for output in outputs for one in output.outputs]
 
@@ -124,14 +123,7 @@ def test_by_default_a_chat_stops_in_its_answer_and_a_completion_in_its_thinking(
 
 @pytest.mark.parametrize(
     ("requests", "own", "is_chat", "sleep"),
-    [
-        ("chat", 0, True, False),
-        ("chat", 1, False, True),
-        ("all", None, False, True),
-        ("all", 0, False, False),
-        ("none", 1, True, True),
-        ("none", None, True, False),
-    ],
+    [("chat", 0, True, False), ("chat", 1, False, True), ("all", None, False, True), ("none", 1, True, True)],
 )
 def test_the_request_has_the_last_word(  # noqa: PLR0917
     llm: Any, control: Control, stops: Stops, requests: str, own: int | None, is_chat: bool, sleep: bool
@@ -163,24 +155,14 @@ def test_in_shadow_a_stop_that_would_sleep_counts_as_unended(llm: Any, control: 
     assert control.settled().answers["unended"] == before + 2
 
 
-@pytest.mark.usefixtures("lost")
-def test_past_the_lease_stops_are_stocks(llm: Any, agent: Any, control: Control, stops: Stops) -> None:
-    control.apply({**ANSWER_ONLY, "scheduler": {**ANSWER_ONLY["scheduler"], "lease_ms": 1000}})
-    assert stops.places(llm) == [ANSWER] * 2
-    kill(control, agent)
-    wait_for(lambda: stops.places(llm) == [THINKING] * 2, 20, "the lease to be over")
-
-
-@pytest.mark.parametrize("named", [{"stop": ["x", MARKER]}, {"stop": [MARKER + "\n"]}, {"stop_token_ids": [5]}])
-def test_a_request_that_names_a_marker_stops_as_in_stock(
-    llm: Any, control: Control, stops: Stops, named: dict[str, Any]
-) -> None:
-    (before,) = ask(llm, named)
-    both = {"stop": [stops.word, *named.get("stop", [])], "stop_token_ids": named.get("stop_token_ids", [])}
+def test_requests_that_name_a_marker_stop_as_in_stock(llm: Any, control: Control, stops: Stops) -> None:
+    named: list[dict[str, Any]] = [{"stop": ["x", MARKER]}, {"stop": [MARKER + "\n"]}, {"stop_token_ids": [5]}]
+    before = ask(llm, *named)
+    both = [{**each, "stop": [stops.word, *each.get("stop", [])]} for each in named]
     control.apply(ANSWER_ONLY)
-    same, stopped = ask(llm, named, both)
-    assert same == before
-    assert stops.in_thinking(stopped, "string")
+    said = ask(llm, *named, *both)
+    assert said[: len(named)] == before
+    assert all(stops.in_thinking(each, "string") for each in said[len(named) :])
 
 
 def test_a_string_that_begins_in_the_thinking_does_not_count(llm: Any, control: Control, stops: Stops) -> None:
@@ -201,7 +183,7 @@ def test_the_answer_ends_before_or_after_the_string(llm: Any, control: Control, 
 def test_each_sequence_of_a_request_stops_in_its_answer(llm: Any, control: Control, stops: Stops) -> None:
     control.apply(ANSWER_ONLY)
     params = [SamplingParams(n=2, temperature=1.0, top_k=1, max_tokens=400, **stops.params(kind)) for kind in KINDS]
-    turns = [{"role": "user", "content": PROMPTS[0]}]
+    turns = [{"role": "user", "content": SHORT[0]}]
     outputs = llm.chat([turns] * 2, params, chat_template_kwargs=OPEN, use_tqdm=False)
     places = [
         [stops.place(said_of(one), kind) for one in each.outputs] for each, kind in zip(outputs, KINDS, strict=True)
@@ -212,7 +194,7 @@ def test_each_sequence_of_a_request_stops_in_its_answer(llm: Any, control: Contr
 @pytest.mark.usefixtures("thawed")
 def test_a_freeze_in_the_thinking_wakes_stops(llm: Any, agent: Any, control: Control, stops: Stops) -> None:
     control.apply({"scheduler": {"answer_only_stops": "all", "answer_reserve_tokens": 0}})
-    prompt, run = prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN}), Run(llm)
+    prompt, run = prompt_ids(llm, {"prompt": SHORT[0], "template": OPEN}), Run(llm)
     first = stops.free.tokens.index(stops.token)
     run.put("r", prompt, SamplingParams(temperature=0.0, max_tokens=400, stop_token_ids=[stops.token]))
     run.until(lambda: len(run.tokens["r"]) == first + 1)
@@ -224,28 +206,8 @@ def test_a_freeze_in_the_thinking_wakes_stops(llm: Any, agent: Any, control: Con
     assert run.tokens["r"] == stops.free.tokens[: second + 1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_leaves_stock(  # noqa: PLR0917
-    llm: Any, agent: Any, scheduler: Any, control: Control, stops: Stops, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any) -> None:
-        raise RuntimeError("made by the test")
-
-    control.apply(ANSWER_ONLY)
-    with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(type(agent.answer_only), "note_strings" if kind == "string" else "token_sleeps", fails)
-        (stopped,) = ask(llm, stops.params(kind))
-        assert stops.in_thinking(stopped, kind)
-    assert "(fails)" in scheduler._guard.fault
-    scheduler._guard._back_at = 0.0
-    assert ask(llm, {}) == [stops.free]
-    assert not scheduler._guard.fault
-    (stopped,) = ask(llm, stops.params(kind))
-    assert stops.in_answer(stopped, kind)
-
-
 def test_explain_says_that_stops_sleep(llm: Any, control: Control, settled: Settled, stops: Stops) -> None:
-    prompt, run = prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN}), Run(llm)
+    prompt, run = prompt_ids(llm, {"prompt": SHORT[0], "template": OPEN}), Run(llm)
     control.apply({"scheduler": {"answer_only_stops": "all"}})
     for name, kind in (("by-string", "string"), ("by-token", "token"), ("none", "")):
         params = stops.params(kind) if kind else {}
@@ -259,7 +221,7 @@ def test_explain_says_that_stops_sleep(llm: Any, control: Control, settled: Sett
 def test_a_request_without_stops_has_vllms_own_list(llm: Any, agent: Any, scheduler: Any, control: Control) -> None:
     """So has a request whose stop tokens are the model's own. Workers get a plain list."""
     control.apply(ANSWER_ONLY)
-    prompt, run = prompt_ids(llm, {"prompt": PROMPTS[0], "template": OPEN}), Run(llm)
+    prompt, run = prompt_ids(llm, {"prompt": SHORT[0], "template": OPEN}), Run(llm)
     for name, tokens in (("without", []), ("ends", [*agent.tracker.markers.turn_ends]), ("with", [20, 21])):
         run.put(name, prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, stop_token_ids=tokens))
     found = {r.request_id.split("-")[0]: r.sampling_params.stop_token_ids for r in scheduler.requests.values()}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # One line in this many is tested.
-SAMPLED = 4
+SAMPLED = 12
 NUMBERS = itertools.count()
 
 

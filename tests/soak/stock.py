@@ -13,11 +13,9 @@ def main() -> None:
 
     llm = vllm.LLM(**ENGINE_ARGS)
     params = vllm.SamplingParams(temperature=0.0, max_tokens=KNOWN_TOKENS)
-    said = {
-        mode: chat(llm, [{"prompt": prompt, "template": template} for prompt in KNOWN], params)
-        for mode, template in TEMPLATES.items()
-    }
-    Path(sys.argv[1]).write_text(json.dumps(said))
+    cases = [{"prompt": prompt, "template": template} for template in TEMPLATES.values() for prompt in KNOWN]
+    said = iter(chat(llm, cases, params))
+    Path(sys.argv[1]).write_text(json.dumps({mode: [next(said) for _ in KNOWN] for mode in TEMPLATES}))
 
 
 if __name__ == "__main__":

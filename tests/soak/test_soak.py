@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import fleet_pb2
 
-SECONDS, SEED = 8.0, 4
+SECONDS, SEED = 4.0, 4
 
 
 @pytest.fixture(scope="module")
