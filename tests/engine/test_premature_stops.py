@@ -184,5 +184,7 @@ def test_a_fault_leaves_stock_and_no_request_behind(llm: Any, agent: Any, contro
     assert not scheduler.requests
     assert premature_stops.refusal(scheduler) == ""
     scheduler._guard._back_at = 0.0
+    # A stream whose Hello reports a rest lasts as long as the rest.
+    scheduler._lifecycle.link.restart()
     chat(llm, [opened()], SamplingParams(temperature=0.0, max_tokens=AT))
     assert not scheduler._guard.fault
