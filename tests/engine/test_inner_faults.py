@@ -1,4 +1,4 @@
-"""Faults inside the agent while the real engine serves: a stopped sender or link thread, clock jumps, forks.
+"""Faults inside the agent while the real engine serves: a stopped sender or link thread, and clock jumps.
 
 Loads that could make the agent's memory or work grow are tested, too: very many requests, and a very long one. A hook
 that waited for a stopped thread would never return, so these tests show that steps never wait.
@@ -7,9 +7,7 @@ that waited for a stopped thread would never return, so these tests show that st
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -279,46 +277,6 @@ def test_very_many_short_requests(llm: Any, agent: Any, scheduler: Any, control:
     assert rss_mb() - before < MAX_GROWTH_MB
     assert control.settled().open_decisions == 0
     capped_again(llm, agent, control)
-
-
-def _in_the_child(link: Any) -> None:
-    """Check that the child of a fork has a single thread, so that no thread of the link delays its end."""
-    assert not link._thread.is_alive()
-    assert [t.name for t in threading.enumerate()] == [threading.current_thread().name]
-
-
-@pytest.mark.parametrize("how", ["process", "fork", "command"])
-def test_the_process_forks(llm: Any, agent: Any, control: Control, how: str) -> None:
-    """The stream is up and a request under way: the child ends, and the parent's stream and request go on."""
-    control.apply({"scheduler": {"max_think_tokens": 50}})
-    connected = control.engine().connect_time
-    run = Run(llm)
-    run.add("r", opened(), endless(agent, max_tokens=60))
-    run.until(lambda: len(run.tokens["r"]) > 10)
-    for _ in range(3):
-        assert fork(how, agent.link) == 0
-        run.step()
-    run.until()
-    assert run.tokens["r"].index(agent.tracker.markers.end[0]) == 50
-    engine = control.settled()
-    assert (engine.connect_time, agent.link.lease.connected, agent.link._thread.is_alive()) == (connected, True, True)
-    control.apply(UNRULED)
-    capped_again(llm, agent, control)
-
-
-def fork(how: str, link: Any) -> int | None:
-    """Fork, wait for the child's end, and return its status."""
-    if how == "command":
-        return subprocess.run([sys.executable, "-S", "-c", ""], check=False, timeout=60).returncode
-    if how == "process":
-        child = multiprocessing.get_context("fork").Process(target=_in_the_child, args=(link,))
-        child.start()
-        child.join(60)
-        return child.exitcode
-    pid = os.fork()
-    if not pid:
-        os._exit(0 if not link._thread.is_alive() else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_a_very_long_request(llm: Any, agent: Any, control: Control) -> None:
