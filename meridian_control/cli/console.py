@@ -349,8 +349,11 @@ def reported(target: Target | None = None) -> Iterator[None]:
         fail(INVALID, str(error))
     except grpc.RpcError as error:
         code = _EXIT_CODES.get(error.code(), FAILED)
-        cause = tls_look.trouble(*target.resolve()[:2]) if target and error.code() in tls_look.MAY_BE_TLS else ""
-        where = "; the called address is {0}, {2}".format(*target.resolve()) if target and code == UNREACHABLE else ""
+        cause = where = ""
+        if target is not None and (code == UNREACHABLE or error.code() in tls_look.MAY_BE_TLS):
+            server, credentials, source = target.resolve()
+            cause = tls_look.trouble(server, credentials) if error.code() in tls_look.MAY_BE_TLS else ""
+            where = f"; the called address is {server}, {source}" if code == UNREACHABLE else ""
         fail(code, *(f"{line}{where}" for line in error_lines(error)), *([cause] if cause else []))
 
 

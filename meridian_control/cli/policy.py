@@ -152,9 +152,11 @@ def policy_rollback(
 ) -> None:
     """Put the policy of an older revision in force again, and print the new revision."""
     with connect(context) as client:
+        if etag is None and (stored := _in_force(client)) is not None:
+            etag = stored.etag
         request = policy_pb2.RollbackPolicyRequest(
             revision=revision,
-            etag=etag if etag is not None else stored.etag if (stored := _in_force(client)) else "",
+            etag=etag or "",
             validate_only=dry_run,
             author=author,
             reason=reason,
