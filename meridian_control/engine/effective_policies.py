@@ -88,22 +88,20 @@ class EffectivePolicies:
         if own.override or self._active:
             who = self.who(opened)
             entries = [entry for shortener in self._active for entry in shortener.assign(slot, opened, who, again)]
-            own = self._with_overrides(own, who)
+            own = self._overridden_for(own, who)
         is_held_out = self.holdout is not None and self.holdout.assign(slot, opened, own, entries, again)
         if own is not self.policy or is_held_out or self._active:
             self._shorten([slot], own, self._stages_of(slot))
 
-    def _with_overrides(self, policy: Policy, who: Who) -> Policy:
+    def _overridden_for(self, policy: Policy, who: Who) -> Policy:
         """Return the policy in force with the overrides that match a request."""
-        if not policy.override:
-            return policy
         kind = who.model, who.tenant, who.slo_class, who.effort
-        if kind not in self._overridden:
+        if (own := self._overridden.get(kind)) is None:
             if len(self._overridden) >= KINDS:
                 # Clients choose some of these facts.
                 self._overridden = {}
-            self._overridden[kind] = policy.of(who)
-        return self._overridden[kind]
+            own = self._overridden[kind] = policy.of(who)
+        return own
 
     def _stages_of(self, slot: int) -> tuple[Stages, ...]:
         """Return, for each active shortener, the entries that put the request in a slot into a stage."""
