@@ -195,11 +195,7 @@ def _request(session: Session, slot: int, info: OpenedRequest, ratio: float) -> 
     view = fleet_pb2.LiveRequest(
         engine_id=session.hello.engine_id,
         slot=slot,
-        request_id=info.request_id,
-        model=info.model,
-        tenant=info.tenant,
-        slo_class=info.slo_class,
-        prompt_tokens=info.prompt_tokens,
+        **same(info, "request_id", "model", "tenant", "slo_class", "prompt_tokens"),
         phase=int(table.phase[slot]),  # type: ignore[arg-type]
         think_tokens=max(0, int(table.think_tokens[slot])),
         output_tokens=max(0, int(table.output_tokens[slot])),
