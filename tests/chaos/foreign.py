@@ -161,8 +161,8 @@ def speak(kind: str, address: str, target: str) -> None:
     server.wait_for_termination()
 
 
-def noise(address: str) -> None:
-    """Accept connections, and send a lot of data that is not HTTP/2."""
+def accept(kind: str, address: str) -> None:
+    """Accept connections: `mute` never sends anything, `noise` sends a lot of data that is not HTTP/2."""
     host, _, port = address.rpartition(":")
     rng, kept = random.Random(0), []
     with socket.create_server((host, int(port))) as server:
@@ -170,7 +170,8 @@ def noise(address: str) -> None:
         while True:
             connection, _ = server.accept()
             kept.append(connection)
-            threading.Thread(target=_noise, args=(connection, rng.randbytes(65536)), daemon=True).start()
+            if kind == "noise":
+                threading.Thread(target=_noise, args=(connection, rng.randbytes(65536)), daemon=True).start()
 
 
 def _noise(connection: socket.socket, data: bytes) -> None:
@@ -183,7 +184,7 @@ def _noise(connection: socket.socket, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "noise":
-        noise(sys.argv[2])
+    if sys.argv[1] in {"mute", "noise"}:
+        accept(sys.argv[1], sys.argv[2])
     else:
         speak(sys.argv[1], sys.argv[2], "".join(sys.argv[3:]))

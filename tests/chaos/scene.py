@@ -95,6 +95,7 @@ class Fault:
     conditions: Mapping[str, Conditions] = field(default_factory=dict)
 
 
+LONG_MS = 10_000
 GONE, UNHEARD = ("meridian: DEGRADED",), ("meridian: DEGRADED", "ended: nothing heard for")
 
 
@@ -103,7 +104,8 @@ def _other(kind: str) -> Fault:
 
 
 def _network(name: str, up: Conditions, down: Conditions) -> Fault:
-    ways, loses = {"up": up, "down": down}, up.cut or down.cut
+    """Return a fault of the network. A delay longer than the leases is as good as a cut."""
+    ways, loses = {"up": up, "down": down}, any(c.cut or c.delay_ms >= LONG_MS for c in (up, down))
     says = UNHEARD if loses else ()
     return Fault(name, lambda s: s.network.set(**ways), lambda s: s.network.mend(), says, loses, ways)
 
@@ -120,16 +122,21 @@ def _go_on(scene: Scene) -> None:
     scene.control.process.signal(signal.SIGCONT)
 
 
-# A hung control plane still accepts connections, `noise` sends random bytes, `unknown` is gRPC without the service.
+# `mute` accepts and never says anything, `noise` sends random bytes, `unknown` is gRPC without the service.
 FAULTS = (
     _both("partition", CUT),
     _network("half-open-up", CUT, FINE),
     _network("half-open-down", FINE, CUT),
+    _network("slow-10ms", FINE, Conditions(delay_ms=10)),
     _network("slow-1s", FINE, Conditions(delay_ms=1000)),
-    _both("loss", Conditions(delay_ms=5, loss=0.33)),
-    _both("delay-and-reordering", Conditions(delay_ms=200, jitter_ms=100, reorder=0.2, duplicate=0.05)),
+    _network("slow-10s", FINE, Conditions(delay_ms=LONG_MS)),
+    _both("delay", Conditions(delay_ms=200, jitter_ms=100)),
+    _both("loss", Conditions(delay_ms=5, loss=0.1)),
+    _both("heavy-loss", Conditions(delay_ms=5, loss=0.33)),
+    _both("reordering", Conditions(delay_ms=5, jitter_ms=5, reorder=0.2, duplicate=0.05)),
     Fault("killed", Scene.kill, Scene.give_back, GONE, loses=True),
     Fault("hung", _stop, _go_on, UNHEARD, loses=True),
+    _other("mute"),
     _other("noise"),
     _other("unknown"),
 )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LEASE_S, CAP = 0.5, 12
 # Most tokens of a request: a cap shows in the first ones after it.
-TOKENS = 16
+TOKENS = 24
 CAPPED: dict[str, Any] = {
     "scheduler": {"max_think_tokens": CAP, "lease_ms": int(LEASE_S * 1000)},
     "fallback": {"lease_ms": int(LEASE_S * 2000)},
@@ -151,7 +151,7 @@ def test_absent_at_start(world: World) -> None:
         return {case: tokens - {world.stock[case]} for case, tokens in said.items()}
 
     def enough(reports: list[Report]) -> bool:
-        return len(finished(reports)) >= 24 and sum(map(len, differing(reports).values())) >= 4
+        return len(finished(reports)) >= 48 and sum(map(len, differing(reports).values())) >= 4
 
     reports = world.collect(enough, 60, "capped requests")
     for case, tokens in differing(reports).items():

@@ -16,7 +16,8 @@ import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.engine import ENGINE_ARGS, SHORT
+from tests.data import maze
+from tests.engine import ENGINE_ARGS
 from tests.processes import ENGINE_ENV, RPC_S, Control, Process, free_port, wait_for
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from tests.certificates import Issued
 
-PROMPTS = SHORT[:6]
+PROMPTS = maze.prompts(6, seed=5)
 # Most tokens of a request: thinking up to a budget, and the beginning of an answer.
 TOKENS = 60
 # Text that vLLM writes when a budget is used up, before the end marker, and its number of tokens.

@@ -14,12 +14,10 @@ from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import confirmed
-from tests.processes import wait_for
+from tests.processes import Control, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from tests.processes import Control
 
 
 @pytest.fixture
@@ -27,10 +25,22 @@ def resting(llm: Any, agent: Any) -> Iterator[Run]:
     """Yield an engine with two requests that thinks no further, because nobody calls it."""
     run = Run(llm)
     for name in ("rests-0", "rests-1"):
-        run.add(name, opened(), endless(agent, max_tokens=100))
+        run.add(name, opened(), endless(agent, max_tokens=200))
     run.until(lambda: len(run.tokens["rests-0"]) > 20)
     yield run
     run.until()
+
+
+@pytest.fixture
+def answers_seldom(control: Control) -> Iterator[None]:
+    """Run the product's own program as the control plane, which answers at most once a second."""
+    control.process.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "module", Control.module)
+        control.start()
+        yield
+        control.process.stop()
+    control.start()
 
 
 def test_a_request_that_ends_at_a_stop_string_is_reported(
@@ -92,6 +102,22 @@ def test_settings_and_freezes_are_confirmed_without_a_step(
     control.settled()
 
 
+def test_a_freeze_that_is_over_before_the_next_step_leaves_nothing_open(
+    agent: Any, control: Control, resting: Run
+) -> None:
+    control.apply({"scheduler": {"max_think_tokens": 150}})
+    control.freeze()
+    confirmed(control, True)
+    control.thaw()
+    confirmed(control, False)
+    decided = control.engine().decisions["cap"]
+    resting.step()
+    # The control plane decides again, because it has got a snapshot.
+    resting.until(lambda: control.engine().decisions["cap"] > decided)
+    resting.until()
+    control.settled()
+
+
 def test_what_comes_and_goes_between_steps_is_reported(
     llm: Any, agent: Any, scheduler: Any, control: Control, resting: Run
 ) -> None:
@@ -115,3 +141,19 @@ def test_a_new_stream_gets_a_snapshot_without_a_step(
     assert scheduler.current_step == step
     resting.until()
     control.settled()
+
+
+@pytest.mark.usefixtures("answers_seldom")
+def test_no_stream_is_cut_after_a_long_rest(
+    agent: Any, control: Control, resting: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control plane answers at most once a second, so the last report before the rest may have had no answer."""
+    lease, before = agent.link.lease, control.engine().connect_time
+    wait_for(lambda: lease.unheard_since is None, 20, "an answer to all reports")
+    clock = lease.clock
+    monkeypatch.setattr(lease, "clock", lambda: clock() + 1000.0)
+    resting.step()
+    assert lease.state == 1, "READY"
+    resting.until()
+    control.settled()
+    assert control.engine().connect_time == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 from vllm import SamplingParams
 
@@ -56,20 +57,24 @@ def test_the_control_group_thinks_to_its_own_end(llm: Any, agent: Any, control: 
     assert savings.judged_stops == savings.control.stopped
 
 
-def test_what_follows_forced_and_natural_ends(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_what_follows_forced_and_natural_ends(
+    llm: Any, agent: Any, control: Control, settled: Settled, again: bool
+) -> None:
     """A forced end writes the closing text exactly, and a request that thinks again afterwards is a re-entry.
 
-    The maze model opens no second block of thinking, so a word that it writes in each answer, and
+    The maze model opens no second block of thinking, so in the second case a word that it writes in each answer, and
     never before, is declared as the start marker. The word before the prompt's last token opens the first thinking.
     The second thinking has no end.
     """
     text, tokenizer, end = "Wait . ", llm.get_tokenizer(), agent.tracker.markers.end[0]
     closing, (word,) = (tokenizer.encode(said, add_special_tokens=False) for said in (text, maze.ANSWER_WORDS[0]))
-    start = {"think_start_token_ids": [word], "think_end_token_ids": [end]}
+    start = {"think_start_token_ids": [word], "think_end_token_ids": [end]} if again else {}
     rules = {**CONVERGED["entropy"], "holdout_share": 0.5, "eat_hold_ms": 5000}
     model = {"maze": {"closing_text": text, **start}}
     # The first requests of an engine may be reported after their first token, and then do not count.
     chat(llm, CASES[:1], SamplingParams(max_tokens=4))
+    # Both cases count anew, because the model's facts belong to the rules.
     control.apply({**CONVERGED, "entropy": rules, "model": model})
     sides: dict[str, list[list[int]]] = {"forced": [], "natural": []}
     # vLLM completes request ids with random letters, and the ids choose the control group.
@@ -77,7 +82,7 @@ def test_what_follows_forced_and_natural_ends(llm: Any, agent: Any, control: Con
         run = Run(llm)
         for number, case in enumerate(CASES):
             *prompt, last = prompt_ids(llm, case)
-            run.put(f"ends-{turn}-{number}", [*prompt, word, last], GREEDY)
+            run.put(f"ends-{again}-{turn}-{number}", [*prompt, *[word] * again, last], GREEDY)
         run.until(settled=settled)
         control.settled()
         for name, tokens in run.tokens.items():
@@ -93,7 +98,7 @@ def test_what_follows_forced_and_natural_ends(llm: Any, agent: Any, control: Con
     assert all(sides.values())
     for counts, kind in ((told.forced_ends, "forced"), (told.natural_ends, "natural")):
         answers = [tokens[tokens.index(end) + 1 :] for tokens in sides[kind]]
-        assert (counts.ends, counts.reentries) == (len(answers), len(answers))
+        assert (counts.ends, counts.reentries) == (len(answers), again * len(answers))
         assert all((word in answer) and (end not in answer) for answer in answers)
         written = [tokens[: tokens.index(end)][-len(closing) :] == closing for tokens in sides[kind]]
         assert all(written) if kind == "forced" else not any(written)

@@ -6,6 +6,7 @@ weights, whose thinking and whose arguments are arbitrary text.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ def test_each_api_says_its_effort(client: Client) -> None:
     """Both API server processes copy the effort; meridian_effort takes precedence, and no effort stays no effort."""
     turns = [{"role": "user", "content": PROMPT}]
     chats: dict[str, tuple[dict[str, Any], str]] = {
-        **{f"chat-{i}": ({"reasoning_effort": "low"}, "low") for i in range(4)},
+        **{f"chat-{i}": ({"reasoning_effort": "low"}, "low") for i in range(8)},
         "chat-none": ({"reasoning_effort": "none"}, "none"),
         "chat-silent": ({}, ""),
         "chat-own": ({"reasoning_effort": "low", "vllm_xargs": {"meridian_effort": "ultra-9"}}, "ultra-9"),
@@ -84,7 +85,7 @@ def test_two_api_servers_tell_the_phases_together(client: Client) -> None:
     thinking tokens that vLLM itself counts for the clients."""
     names = "think_tokens_total", "ttfvt_seconds_count"
     before = [client.phase_metric(name) for name in names]
-    turns = [[{"role": "user", "content": prompt}] for prompt in SHORT[:2]]
+    turns = [[{"role": "user", "content": prompt}] for prompt in SHORT[:4]]
     usages = [client.chat(messages=turn, max_tokens=400)["usage"] for turn in turns]
     think_tokens = sum(usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages)
     after = [before[0] + think_tokens, before[1] + len(usages)]
@@ -166,8 +167,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     "<think>\n{% if enable_thinking is defined and not enable_thinking %}</think>\n{% endif %}"
 )
-CAP = 12
-TOOL_OPTIONS = ("--load-format", "dummy", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+CAP, CALLS = 12, 2
+TOOL_OPTIONS = ["--load-format", "dummy", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 
 
 @pytest.fixture(scope="module")
@@ -206,32 +207,35 @@ def ask(thinker: Path, seed: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def checked(calls: list[dict[str, str]], text: str | None) -> None:
+def checked(calls: list[dict[str, str]], *texts: str | None) -> None:
     """Check that each tool call is whole, and that no other text and no marker came with the calls."""
     assert calls
     for call in calls:
         assert call["name"] == "turn"
         assert json.loads(call["arguments"]) in [{"way": way} for way in WAYS]
-    assert not text
+    assert not any(texts), texts
 
 
-async def streamed(client: Client, body: dict[str, Any], extra: dict[str, Any]) -> tuple[list[dict[str, str]], str]:
-    """Send a streaming request; return its tool calls and its content."""
+async def streamed(
+    client: Client, body: dict[str, Any], extra: dict[str, Any]
+) -> tuple[list[dict[str, str]], str, str]:
+    """Send a streaming request; return its tool calls, its reasoning and its content."""
     calls: dict[int, dict[str, str]] = {}
     # The client's library does not know vLLM's own parameters.
     known = {name: value for name, value in body.items() if name != "min_tokens"}
     extra = {**extra, "min_tokens": body["min_tokens"]}
-    content = ""
+    reasoning = content = ""
     async with client.open() as api:
         chunks = await api.chat.completions.create(model="maze", stream=True, **known, extra_body=extra)
         async for chunk in chunks:
             for choice in chunk.choices:
+                reasoning += getattr(choice.delta, "reasoning", None) or ""
                 content += choice.delta.content or ""
                 for part in choice.delta.tool_calls or ():
                     call = calls.setdefault(part.index, {"name": "", "arguments": ""})
                     call["name"] += part.function.name or ""
                     call["arguments"] += part.function.arguments or ""
-    return [calls[i] for i in sorted(calls)], content
+    return [calls[i] for i in sorted(calls)], reasoning, content
 
 
 @pytest.fixture(scope="module")
@@ -247,10 +251,12 @@ def parsed(folder: Path, thinker: Path) -> Iterator[Client]:
     [
         ({"vllm_xargs": {"meridian_max_think_tokens": CAP}}, CAP),
         # vLLM counts the line feed after the start marker as a thinking token.
+        ({"thinking_token_budget": CAP}, CAP - 1),
         ({"thinking_token_budget": CAP, "vllm_xargs": {"meridian_max_think_tokens": CAP}}, CAP - 1),
+        ({"thinking_token_budget": 0}, 0),
         ({"reasoning_effort": "none"}, 0),
     ],
-    ids=["own cap", "both", "no thinking"],
+    ids=["own cap", "budget", "both", "no budget", "no thinking"],
 )
 async def test_a_required_tool_call_under_a_cap(
     parsed: Client, thinker: Path, more: dict[str, Any], thought: int
@@ -258,11 +264,39 @@ async def test_a_required_tool_call_under_a_cap(
     """Nothing of the thinking, and no marker, is in the tool calls or beside them; each end is the cap's."""
     client, name = parsed, f"tools-{thought}-{'-'.join(more)}"
     before = client.control.engine().ends["hard_cap"]
-    message = client.post("/chat/completions", ask(thinker, 0, **more), name)["choices"][0]["message"]
-    checked([call["function"] for call in message["tool_calls"]], message["content"])
-    assert client.life(name).think_tokens == thought
-    calls, content = await streamed(client, ask(thinker, 1), more)
-    checked(calls, content)
+    for seed in range(CALLS):
+        answer = client.post("/chat/completions", ask(thinker, seed, **more), f"{name}-{seed}")["choices"][0]
+        message = answer["message"]
+        checked([call["function"] for call in message["tool_calls"]], message["content"])
+        life = client.life(f"{name}-{seed}")
+        assert life.think_tokens == thought
+    bodies = [ask(thinker, seed) for seed in range(CALLS)]
+    for calls, _, content in await asyncio.gather(*(streamed(client, body, more) for body in bodies)):
+        checked(calls, content)
     if "reasoning_effort" not in more:
-        ends = before + 2
+        ends = before + 2 * CALLS
         wait_for(lambda: client.control.engine().ends["hard_cap"] == ends, 20, "every end to be reported as a cap's")
+
+
+async def test_a_required_tool_call_without_a_reasoning_parser(folder: Path, thinker: Path) -> None:
+    """vLLM's grammar then applies from the first token on, so there is no thinking, and no cap may break the grammar.
+
+    The policy names the markers, so the agent believes that the requests think, and their caps are due.
+    """
+    ids = vocabulary(thinker)
+    markers = {"think_start_token_ids": [ids["<think>"]], "think_end_token_ids": [ids["</think>"]]}
+    policy = {"entropy": {"enabled": False}, "model": {"maze": markers}}
+    options = ["--model", str(thinker), *TOOL_OPTIONS, "--reasoning-parser", ""]
+    own = {"vllm_xargs": {"meridian_max_think_tokens": 3}}
+    with governed(folder / "unparsed", options, policy=policy) as both:
+        client = Client(*both)
+        for seed in range(CALLS):
+            message = client.post("/chat/completions", ask(thinker, seed, **own))["choices"][0]["message"]
+            checked([call["function"] for call in message["tool_calls"]], message["content"], message["reasoning"])
+        for calls, *texts in await asyncio.gather(
+            *(streamed(client, ask(thinker, seed), own) for seed in range(CALLS))
+        ):
+            checked(calls, *texts)
+        engine = client.control.settled()
+        assert not engine.fault
+        assert engine.ends["hard_cap"] == 0

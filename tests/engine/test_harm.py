@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,36 +21,52 @@ if TYPE_CHECKING:
     from tests.processes import Control
 
 RIGHT_FROM = 21
+BUDGET = {"name": "all", "tokens_per_minute": 3000, "shadow": False}
 # Guardrails that a wrong answer does not violate.
 GUARDRAILS = {"empty_answer_rate": 0.05, "reentry_rate": 0.05, "output_itl_p99_ms": 10_000.0, "ttot_p99_ms": 10_000.0}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=600)
 STOPPED = (rollout_pb2.ROLLOUT_STATE_ROLLED_BACK, rollout_pb2.ROLLOUT_STATE_ABORTED)
-CASES: list[dict[str, Any]] = [{"prompt": p, "template": {"open_think": True}} for p in maze.prompts(16, seed=77)]
-# Rounds after which the harm is surely found, at the share of the control group that the candidate has.
-MAX_ROUNDS = 25
-# A calibrated policy whose rules may end thinking early, beside a budget.
-CANDIDATE = {
-    "scheduler": {"min_think_tokens": RIGHT_FROM},
-    "entropy": {**CONVERGED["entropy"], "holdout_share": 0.5},
-    "budget": [{"name": "all", "tokens_per_minute": 3000, "min_think_tokens": 1, "shadow": False}],
-}
+# Requests after which the harm is surely found, at the share of the control group that these tests use.
+MAX_ROUNDS, ROUND = 25, 24
 
 
-def right(llm: Any, agent: Any) -> float:
-    """Ask each maze, and return the share of right answers."""
-    end = agent.tracker.markers.end[0]
-    answers = [tokens[tokens.index(end) + 1 :] if end in tokens else [] for tokens in chat(llm, CASES, GREEDY)]
-    texts = [str(llm.get_tokenizer().decode(answer)) for answer in answers]
-    return sum(maze.is_correct(case["prompt"], text) for case, text in zip(CASES, texts, strict=True)) / len(CASES)
+def candidate(**budget: Any) -> dict[str, Any]:
+    """Return a calibrated policy whose rules may end thinking early, beside a budget."""
+    entropy = {**CONVERGED["entropy"], "holdout_share": 0.25}
+    scheduler = {"min_think_tokens": RIGHT_FROM}
+    return {"scheduler": scheduler, "entropy": entropy, "budget": [{**BUDGET, **budget}]}
 
 
-def start(control: Control) -> int:
-    """Start the rollout of the candidate, and return its revision."""
-    plan = {"step": [{"percent": 100.0, "bake_s": 3600}], "guardrails": {**GUARDRAILS, "min_observations": 1}}
-    request = ParseDict({"policy": CANDIDATE, "plan": plan}, rollout_pb2.StartRolloutRequest())
+class Asked:
+    """Asks mazes, a round at a time, and counts the right answers."""
+
+    def __init__(self, llm: Any, agent: Any) -> None:
+        self._llm, self._end = llm, agent.tracker.markers.end[0]
+        self._prompts: Iterator[str] = iter(maze.prompts(MAX_ROUNDS * ROUND, seed=77))
+
+    def round(self, count: int = ROUND) -> float:
+        """Return the share of right answers."""
+        cases = [{"prompt": next(self._prompts), "template": {"open_think": True}} for _ in range(count)]
+        right = 0
+        for case, tokens in zip(cases, chat(self._llm, cases, GREEDY), strict=True):
+            answer = tokens[tokens.index(self._end) + 1 :] if self._end in tokens else []
+            text = str(self._llm.get_tokenizer().decode(answer))
+            right += maze.is_correct(str(case["prompt"]), text)
+        return right / count
+
+
+@functools.cache
+def right_before(llm: Any, agent: Any) -> float:
+    """Return the share of right answers under the neutral policy, which is in force when a test begins. The share is
+    the same for all tests."""
+    return Asked(llm, agent).round()
+
+
+def start(control: Control, policy: dict[str, Any], bake_s: float) -> rollout_pb2.StartRolloutResponse:
+    plan = {"step": [{"percent": 100.0, "bake_s": bake_s}], "guardrails": {**GUARDRAILS, "min_observations": 1}}
+    request = ParseDict({"policy": policy, "plan": plan}, rollout_pb2.StartRolloutRequest())
     with control.channel() as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-        return int(stub.StartRollout(request, timeout=RPC_S).rollout.candidate_revision)
+        return rollout_pb2_grpc.RolloutServiceStub(channel).StartRollout(request, timeout=RPC_S)
 
 
 def rollout(control: Control) -> rollout_pb2.Rollout:
@@ -76,12 +93,13 @@ def ended(control: Control) -> Iterator[None]:
 
 @pytest.mark.usefixtures("ended")
 def test_a_rollout_stops_by_itself_when_its_budget_wrecks_answers(llm: Any, agent: Any, control: Control) -> None:
-    before = right(llm, agent)
-    revision = start(control)
+    before, asked = right_before(llm, agent), Asked(llm, agent)
+    started = start(control, candidate(min_think_tokens=1), bake_s=3600)
+    revision = started.rollout.candidate_revision
     wait_for(lambda: control.engine().acked_revision == revision, 20, "the candidate")
     shares = []
-    for _ in range(MAX_ROUNDS):
-        shares.append(right(llm, agent))
+    for _ in range(MAX_ROUNDS - 2):
+        shares.append(asked.round())
         control.settled()
         if rollout(control).state in STOPPED:
             break
@@ -94,3 +112,30 @@ def test_a_rollout_stops_by_itself_when_its_budget_wrecks_answers(llm: Any, agen
     assert (harm.name, harm.harmful > 0) == ("all", True)
     assert harm.harm_ratio.low > told.max_loss
     wait_for(lambda: control.engine().acked_revision == found.rollback_revision, 20, "the policy from before")
+    assert asked.round() >= before - 0.1
+
+
+@pytest.mark.usefixtures("ended")
+def test_a_budget_without_a_floor_of_its_own_leaves_answers_right(llm: Any, agent: Any, control: Control) -> None:
+    """The rules' floor of 21 tokens, which calibration may write, is no stage of the budget."""
+    before, asked = right_before(llm, agent), Asked(llm, agent)
+    started = start(control, candidate(), bake_s=1.0)
+    done = rollout_pb2.ROLLOUT_STATE_COMPLETED
+    share = asked.round()
+    wait_for(lambda: asked.round(4) >= 0 and rollout(control).state == done, 60, "the rollout's end")
+    assert share >= before - 0.1
+    told = savings(control, started.rollout.candidate_revision)
+    harm = {kind.kind: kind for kind in told.kinds}["budget"]
+    assert (harm.judged_stops, harm.harmful, harm.forced_ends.ends) == (0, 0, 0)
+
+
+def test_start_warns_of_a_floor_below_what_calibration_found(control: Control) -> None:
+    policy = candidate(min_think_tokens=1)
+    policy["scheduler"]["calibrated_cap_tokens"] = 150
+    plan = {"step": [{"percent": 100.0}]}
+    request = ParseDict({"policy": policy, "plan": plan, "validate_only": True}, rollout_pb2.StartRolloutRequest())
+    with control.channel() as channel:
+        told = rollout_pb2_grpc.RolloutServiceStub(channel).StartRollout(request, timeout=RPC_S)
+    assert list(told.warnings) == [
+        "budget all may cut thinking to 21 tokens, below the 150 that the policy's calibration found to be enough"
+    ]

@@ -155,18 +155,26 @@ def test_share_leaves_thinkers_out_and_starves_none(llm: Any, priced: Any, contr
     control.settled()
 
 
-def test_nobody_is_left_out_while_thinking_is_alone_or_has_no_time(
-    llm: Any, priced: Any, control: Control, settled: Settled
-) -> None:
-    """Before the first answer, the share costs thinking nothing. A budget of thinking below the time of a step allows
-    no skip at all."""
+def test_thinking_alone_is_never_left_out(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
+    """Before the first answer, the share costs thinking nothing."""
+    tight = {"output_tpot_budget_ms": 5.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": 10_000.0}
+    control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
     before = priced.queues.think_skips
-    for chosen, output_ms, think_ms in ((SEVEN[:6], STEP_MS + 0.5, 10_000.0), (SEVEN, 7.5, STEP_MS + TOKEN_MS)):
-        limits = {"output_tpot_budget_ms": output_ms, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": think_ms}
-        control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **limits}})
-        paced(llm, chosen, endless(priced, max_tokens=50), settled)
-        assert (priced.directives.active_plan().think_per_step is not None) == (chosen is not SEVEN)
-        assert priced.queues.think_skips == before
+    paced(llm, SEVEN[:6], endless(priced, max_tokens=80), settled)
+    assert priced.directives.active_plan().think_per_step is not None
+    assert priced.queues.think_skips == before
+
+
+@pytest.mark.parametrize("budget_ms", [6.0, 10_000.0])
+def test_think_tpot_budget_bounds_the_wait(
+    llm: Any, priced: Any, control: Control, settled: Settled, budget_ms: float
+) -> None:
+    """A budget below the step time allows no skip at all."""
+    tight = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "think_tpot_budget_ms": budget_ms}
+    control.apply({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **tight}})
+    before = priced.queues.think_skips
+    paced(llm, SEVEN, endless(priced, max_tokens=80), settled)
+    assert (priced.queues.think_skips > before) == (budget_ms > STEP_MS + TOKEN_MS)
 
 
 def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, control: Control, settled: Settled) -> None:
@@ -266,8 +274,8 @@ def cached(scheduler: Any, blocks: list[int]) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("enabled", "tool_call", "reclaimed"),
-    [(True, "<think>", True), (False, None, False), (True, ".", False)],
-    ids=["no tool call in the output", "off", "in a tool loop"],
+    [(True, None, True), (False, None, False), (True, ".", False), (True, "<think>", True)],
+    ids=["on", "off", "in a tool loop", "no tool call in the output"],
 )
 def test_unreachable_blocks_go_first(  # noqa: PLR0917
     llm: Any,

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.engine import CASES, Run
+from tests.engine import CASES, Run, cases
+from tests.engine.policies import NEUTRAL
 from tests.engine.queueing import compared
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_pressure import half_the_cache
-from tests.processes import RPC_S
+from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:
     from tests.processes import Control
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # The requests are three times as many as the engine has places, and together they need more than half of its KV.
 REQUESTS = 24
 METRIC = "meridian_queueing_seconds"
+# Every window with enough requests misses this target, in milliseconds.
+MISSED_MS = 0.001
 
 
 def measured(control: Control) -> tuple[float, float]:
@@ -48,3 +51,22 @@ def test_queueing_times_are_vllms_own(llm: Any, agent: Any, control: Control, sc
     count, total_s = measured(control)
     assert count - before[0] == REQUESTS
     assert total_s - before[1] == pytest.approx(sum(times_ms) / 1e3)
+
+
+def test_a_target_for_queueing_time_is_missed(llm: Any, agent: Any, control: Control) -> None:
+    entry = {"name": "queue", "queueing_p99_ms": MISSED_MS, "window_s": 1, "shadow": True}
+    control.apply({**NEUTRAL, "pressure": [entry]})
+
+    def missed() -> Any:
+        run = Run(llm)
+        for i in range(REQUESTS):
+            run.add(f"r{i}", cases()[i % CASES], endless(agent, max_tokens=5))
+        run.until()
+        control.settled()
+        (shown,) = control.engine().pressures
+        return shown.changes
+
+    (change, *_) = wait_for(missed, RPC_S, "a window with enough requests")
+    assert change.reading.target == "queueing_p99_ms"
+    assert change.reading.samples >= 10
+    assert change.reading.measured > MISSED_MS

@@ -16,7 +16,7 @@ from meridian_agent.core.phases import FLAG_END, FLAG_GOES_ON, FLAG_PARAGRAPH, F
 from meridian_agent.core.probe_admission import MAX_HOLD_MS
 from meridian_agent.core.request_info import is_probe
 from tests.data import maze
-from tests.engine import SHORT, Run, chat, paced
+from tests.engine import Run, chat, paced
 from tests.engine.policies import CONVERGED
 from tests.engine.recording import probes, records, rows
 from tests.fakes.sentences import ends_of, flags_of
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OPEN = {"open_think": True}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=600)
-CASES: list[dict[str, Any]] = [{"prompt": p, "template": OPEN} for p in SHORT[:6]]
+CASES: list[dict[str, Any]] = [{"prompt": p, "template": OPEN} for p in maze.prompts(6, seed=31)]
 # A paced step begins once the report of the step before it is answered, so the decision applies in that step.
 LATE_TOKENS = 1
 
@@ -239,12 +239,14 @@ def test_thinking_whose_eat_stays_high_is_given_up_and_other_thinking_is_left_al
     only = {"eat_level_threshold_nats": 0.0, "eat_probe_placement": "sentence", "give_up_tokens": 20}
     end = agent.tracker.markers.end[0]
 
-    def probed(level: float) -> tuple[list[list[int]], list[list[tuple[int, float]]]]:
-        """Return the tokens of each request, and the places and values of its EAT samples."""
-        thresholds = {"give_up_shadow": False, "give_up_eat_nats": level}
+    def apply(**thresholds: Any) -> None:
         # Reports after a time would let the machine's speed choose the places of the probes.
         regular = {"report_interval_steps": 8}
         control.apply({**rule, "entropy": {**rule["entropy"], **only, **thresholds}, "telemetry": regular})
+
+    def probed(**thresholds: Any) -> tuple[list[list[int]], list[list[tuple[int, float]]]]:
+        """Return the tokens of each request, and the places and values of its EAT samples."""
+        apply(give_up_shadow=False, **thresholds)
         # A control plane that does not keep pace probes other places in each run.
         with records(agent) as seen:
             tokens = paced(llm, chosen, GREEDY, settled)
@@ -252,12 +254,16 @@ def test_thinking_whose_eat_stays_high_is_given_up_and_other_thinking_is_left_al
         ids = sorted(rows(seen), key=lambda request_id: int(request_id.split("-")[1]))
         return tokens, [[(probe.think_tokens, probe.eat_nats) for probe in probes(seen).get(i, [])] for i in ids]
 
-    free, measured = probed(1e6)
+    free, measured = probed(give_up_eat_nats=1e6)
     highest = sorted(max((eat for place, eat in each if place >= 20), default=0.0) for each in measured)
     level = (highest[1] + highest[2]) / 2
     assert highest[1] < level < highest[2]
     before = control.settled().ends.get("give_up", 0)
-    governed, measured = probed(level)
+    # Without a hold fewer places are probed, so here any EAT counts as high.
+    apply(give_up_eat_nats=1e-9)
+    assert paced(llm, CASES[:2], GREEDY, settled) == free[:2], "the rule is in shadow"
+    assert control.settled().ends["give_up_shadowed"] > 0
+    governed, measured = probed(give_up_eat_nats=level)
     given_up = 0
     for f, g, samples in zip(free, governed, measured, strict=True):
         place = next((place for place, eat in samples if place >= 20 and eat >= level), None)

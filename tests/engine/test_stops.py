@@ -18,7 +18,7 @@ from tests.engine import SHORT, Run, prompt_ids
 from tests.engine.ctl import ctl
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import OPEN
-from tests.engine.test_fail_static import confirmed, thawed  # noqa: F401 - a fixture
+from tests.engine.test_fail_static import confirmed, kill, lost, thawed  # noqa: F401 - fixtures
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -123,7 +123,14 @@ def test_by_default_a_chat_stops_in_its_answer_and_a_completion_in_its_thinking(
 
 @pytest.mark.parametrize(
     ("requests", "own", "is_chat", "sleep"),
-    [("chat", 0, True, False), ("chat", 1, False, True), ("all", None, False, True), ("none", 1, True, True)],
+    [
+        ("chat", 0, True, False),
+        ("chat", 1, False, True),
+        ("all", None, False, True),
+        ("all", 0, False, False),
+        ("none", 1, True, True),
+        ("none", None, True, False),
+    ],
 )
 def test_the_request_has_the_last_word(  # noqa: PLR0917
     llm: Any, control: Control, stops: Stops, requests: str, own: int | None, is_chat: bool, sleep: bool
@@ -155,14 +162,24 @@ def test_in_shadow_a_stop_that_would_sleep_counts_as_unended(llm: Any, control: 
     assert control.settled().answers["unended"] == before + 2
 
 
-def test_requests_that_name_a_marker_stop_as_in_stock(llm: Any, control: Control, stops: Stops) -> None:
-    named: list[dict[str, Any]] = [{"stop": ["x", MARKER]}, {"stop": [MARKER + "\n"]}, {"stop_token_ids": [5]}]
-    before = ask(llm, *named)
-    both = [{**each, "stop": [stops.word, *each.get("stop", [])]} for each in named]
+@pytest.mark.usefixtures("lost")
+def test_past_the_lease_stops_are_stocks(llm: Any, agent: Any, control: Control, stops: Stops) -> None:
+    control.apply({**ANSWER_ONLY, "scheduler": {**ANSWER_ONLY["scheduler"], "lease_ms": 1000}})
+    assert stops.places(llm) == [ANSWER] * 2
+    kill(control, agent)
+    wait_for(lambda: stops.places(llm) == [THINKING] * 2, 20, "the lease to be over")
+
+
+@pytest.mark.parametrize("named", [{"stop": ["x", MARKER]}, {"stop": [MARKER + "\n"]}, {"stop_token_ids": [5]}])
+def test_a_request_that_names_a_marker_stops_as_in_stock(
+    llm: Any, control: Control, stops: Stops, named: dict[str, Any]
+) -> None:
+    (before,) = ask(llm, named)
+    both = {"stop": [stops.word, *named.get("stop", [])], "stop_token_ids": named.get("stop_token_ids", [])}
     control.apply(ANSWER_ONLY)
-    said = ask(llm, *named, *both)
-    assert said[: len(named)] == before
-    assert all(stops.in_thinking(each, "string") for each in said[len(named) :])
+    same, stopped = ask(llm, named, both)
+    assert same == before
+    assert stops.in_thinking(stopped, "string")
 
 
 def test_a_string_that_begins_in_the_thinking_does_not_count(llm: Any, control: Control, stops: Stops) -> None:
@@ -204,6 +221,26 @@ def test_a_freeze_in_the_thinking_wakes_stops(llm: Any, agent: Any, control: Con
     second = stops.free.tokens.index(stops.token, first + 1)
     assert second < stops.free.tokens.index(5)
     assert run.tokens["r"] == stops.free.tokens[: second + 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_leaves_stock(  # noqa: PLR0917
+    llm: Any, agent: Any, scheduler: Any, control: Control, stops: Stops, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("made by the test")
+
+    control.apply(ANSWER_ONLY)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(type(agent.answer_only), "note_strings" if kind == "string" else "token_sleeps", fails)
+        (stopped,) = ask(llm, stops.params(kind))
+        assert stops.in_thinking(stopped, kind)
+    assert "(fails)" in scheduler._guard.fault
+    scheduler._guard._back_at = 0.0
+    assert ask(llm, {}) == [stops.free]
+    assert not scheduler._guard.fault
+    (stopped,) = ask(llm, stops.params(kind))
+    assert stops.in_answer(stopped, kind)
 
 
 def test_explain_says_that_stops_sleep(llm: Any, control: Control, settled: Settled, stops: Stops) -> None:
