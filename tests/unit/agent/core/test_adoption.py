@@ -75,7 +75,7 @@ def each(count: int, apart: int, token: int) -> list[int]:
     return [token if at % apart == 0 else 100 + at % 7 for at in range(count)]
 
 
-@pytest.mark.parametrize("apart", [1, 64, LONG])
+@pytest.mark.parametrize("apart", [1, 3, 64, 65, 256, LONG])
 @pytest.mark.parametrize(
     ("markers", "token", "in_prompt"),
     [
@@ -99,6 +99,15 @@ def test_a_step_does_no_more_where_markers_are_dense(markers: Markers, token: in
     again = PART_TOKENS * (1 + WALK_TOKENS)
     work = LONG * (1 + WALK_TOKENS) + LONG / apart * LOOK_TOKENS
     assert len(steps) <= work / (STEP_TOKENS - again) + 1
+
+
+def test_many_requests_are_taken_up_in_turn() -> None:
+    under_way = CatchUp(request([1], []) for _ in range(100))
+    steps = []
+    while under_way:
+        steps.append(len(under_way.some(SINGLE, True)))
+    assert sum(steps) == 100
+    assert max(steps) == STEP_TOKENS // adoption.REQUEST_TOKENS
 
 
 def test_other_markers_have_a_request_read_anew() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
+from itertools import count
 from typing import Never
 
 import pytest
@@ -12,7 +14,9 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core import guard as guard_module
 from meridian_agent.core.guard import MAX_FAULT, RESTS_S, WINDOW_S, Guard, hook
+from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.kv_blocks import unreachable_blocks
+from meridian_agent.engine.scheduler_mixin import GovernedScheduler
 
 
 class Clock:
@@ -60,6 +64,13 @@ def test_a_fault_within_a_fault_does_not_count() -> None:
     assert dict(guard.faults) == {"other": 1}
 
 
+def test_the_time_of_a_hook_within_a_hook_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, now = Guard(), count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    assert guard.run(lambda: guard.run(lambda: 7)) == 7
+    assert guard.seconds == 2, "the clock is read at the beginning of both and at the end of the outer one"
+
+
 def test_it_comes_back_after_its_rest_and_in_the_end_no_more(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     guard = Guard(clock=clock)
@@ -94,6 +105,15 @@ def test_a_fault_counts_under_the_cause_that_its_hook_is_marked_with() -> None:
         guard = Guard()
         guard.run(call)
         assert dict(guard.faults) == {cause: 1}
+
+
+def test_every_hook_of_the_scheduler_is_marked() -> None:
+    methods = [*vars(Agent).values(), *vars(GovernedScheduler).values()]
+    marked = {method.cause for method in methods if hasattr(method, "cause")}
+    others = {"UNSPECIFIED", "OTHER", "SHARED_BLOCKS", "AGAIN", "OBSERVER"}
+    assert marked == set(agent_pb2.FaultCause.values()) - {
+        agent_pb2.FaultCause.Value(f"FAULT_CAUSE_{n}") for n in others
+    }
 
 
 def test_faults_of_long_ago_do_not_count() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import ALL_BUT_CAPS, ORDER
@@ -127,3 +129,25 @@ def test_texts_that_no_control_plane_sends_are_refused(url: int, ref: int, is_re
 )
 def test_the_tokens_that_stop_a_request(markers: Markers, tokens: list[int]) -> None:
     assert stops(markers) == sorted(tokens)
+
+
+@given(st.lists(st.sampled_from(["decide", "shadow", "back", "end", "freeze", "lease"]), max_size=12), st.booleans())
+def test_each_decision_has_one_outcome(events: list[str], aborted: bool) -> None:
+    engine, live = engine_with()
+    made = 0
+    for event in events:
+        if event in ("decide", "shadow", "back"):
+            made += 1
+            decide(engine, made, url="" if event == "back" else URL, shadow=event == "shadow")
+        elif event == "freeze":
+            engine.directives.freeze()
+        elif event == "lease":
+            engine.directives.drop(ALL_BUT_CAPS)
+        elif engine.directives.hand_overs.of(live) is None:
+            engine.run({"a": END if engine.thinking("a") else START})
+    armed = engine.directives.hand_overs.of(live) is not None
+    engine.finish("a", ABORT if aborted else STOP, handed_over=3 if armed and not aborted else None)
+    engine.take()
+    assert sorted(engine.outcomes) == list(range(1, made + 1))
+    assert all(len(outcomes) == 1 for outcomes in engine.outcomes.values())
+    assert not engine.directives.hand_overs.take_changed()

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 TOKEN = re.compile(r" ?[A-Za-z_]+| ?\d{1,3}| ?[^\sA-Za-z0-9_]{1,8}|\s+")
-LEAST_TOKENS = 50_000
-ENOUGH_TOKENS = 100_000
+LEAST_TOKENS = 100_000
+ENOUGH_TOKENS = 200_000
 
 
 def tokens_of(text: str, ids: dict[str, int]) -> list[int]:

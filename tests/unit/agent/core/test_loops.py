@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core.phases import begin
 from meridian_agent.core.token_cycles import LOOK_TOKENS, MAX_PERIOD, LoopSearch
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.link.messages import step_report as report_of
@@ -76,6 +78,16 @@ def test_a_step_of_several_tokens_is_looked_at_no_later(tokens_per_step: int) ->
     assert max(gaps) <= LOOK_TOKENS
 
 
+@pytest.mark.parametrize(("merge_loops", "gap"), [(False, LOOK_TOKENS), (True, 2 * LOOK_TOKENS)])
+def test_looks_are_half_as_often_while_no_end_follows_from_one(merge_loops: bool, gap: int) -> None:
+    writer = Writer(Looking(), "a")
+    writer.tracker.loops.obey(find_loops=True, merge_loops=merge_loops)
+    for _ in range(300):
+        writer.write(100)
+    tokens = [tokens for _, _, tokens in writer.tracker.record.loops]
+    assert {after - before for before, after in pairwise(tokens)} == {gap}
+
+
 def test_only_the_thinking_that_goes_on_counts() -> None:
     """Neither the prompt, nor an answer, nor thinking before an answer belongs to a loop."""
     writer = Writer(Looking(), "a")
@@ -109,6 +121,35 @@ def test_requests_take_turns_and_slots_are_not_confused(monkeypatch: pytest.Monk
     for number in range(4 * LOOK_TOKENS):
         after.write(1000 + number)
     assert not [entry for entry in shared.record.loops if entry[0] == 5]
+
+
+def test_requests_that_wait_take_no_turns() -> None:
+    """Neither do those that have ended, so a burst of requests leaves nothing behind."""
+    shared = Looking()
+    burst = [opened(shared, f"r{number}", ref=SimpleNamespace(output_token_ids=[])) for number in range(600)]
+
+    def looked_at() -> list[tuple[int, str]]:
+        shared.record.looks = []
+        for _ in range(LOOK_TOKENS):
+            shared.look_for_loops()
+        return sorted((slot, request_id) for slot, request_id, *_ in shared.record.looks)
+
+    assert looked_at() == [(number, f"r{number}") for number in range(600)]
+    for live in burst:
+        shared.close(live, 1)
+    shared.take_record()
+    wait = [
+        shared.enter(
+            replace(live.info, request_id=f"w{live.slot}"), begin(MARKERS, [START], True), 0, live.ref, queued_s=1
+        )
+        for live in burst[:100]
+    ]
+    assert looked_at() == [(number, "") for number in range(600)], "the search forgets the requests that have ended"
+    assert not any(shared.loops.is_turn_of_any() for _ in range(LOOK_TOKENS))
+    shared.join_step(wait[70], 2.0)
+    assert looked_at() == [(wait[70].slot, "w70")]
+    shared.loops.obey(find_loops=True, merge_loops=True)
+    assert looked_at() + looked_at() == [(wait[70].slot, "w70")]
 
 
 def test_a_report_has_the_loops_of_all_its_steps() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
@@ -66,6 +66,13 @@ def test_every_state_and_event(phase: Phase, event: TokenEvent) -> None:
     # The row of an end marker has the phase of the thinking that it ends; every other row has the phase after its
     # token.
     assert belongs is (Phase.THINK if ended else state.phase)
+
+
+def test_the_table_says_what_the_machine_does() -> None:
+    assert set(TRANSITIONS) == set(itertools.product(Phase, TokenEvent))
+    assert TRANSITIONS[Phase.OUTPUT, TokenEvent.START] is Phase.THINK, "a start marker begins thinking again"
+    assert TRANSITIONS[Phase.PROMPT, TokenEvent.TEXT] is Phase.OUTPUT, "text after the prompt is an answer"
+    assert all(after is not Phase.PROMPT for after in TRANSITIONS.values())
 
 
 def test_values_are_those_of_the_contract() -> None:
@@ -209,6 +216,17 @@ def test_a_turn_ends_the_thinking_that_it_opened(prompt: list[int], phase: Phase
     assert (state.phase, state.start) == (phase, (START,) if phase is Phase.THINK else ())
 
 
+@given(st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 90]), max_size=30), st.sampled_from(sorted(ALL_MARKERS)))
+def test_last_event_is_the_last_match(prompt: list[int], name: str) -> None:
+    markers = ALL_MARKERS[name]
+    expected = (TokenEvent.TEXT, 0)
+    for at in range(len(prompt)):
+        event, _ = markers.match(prompt[max(0, at + 1 - markers.longest) : at + 1])
+        if event is not TokenEvent.TEXT:
+            expected = (event, len(prompt) - 1 - at)
+    assert markers.last_event(prompt) == expected
+
+
 # ------------------------------------------------------------------------------------ agreement with the control plane
 
 
@@ -251,6 +269,20 @@ def test_counts_add_up_and_the_control_plane_agrees(
     table.add_tokens(columns)
     assert table.phase[3] == state.phase
     assert (table.think_tokens[3], table.output_tokens[3]) == (state.think_tokens, state.output_tokens)
+
+
+@given(generations())
+def test_text_is_what_no_marker_covers(generation: tuple[Markers, list[int], list[int]]) -> None:
+    """The counts agree with a second pass over the whole text, for markers that cannot overlap."""
+    markers, _, tokens = generation
+    assume(markers in (SINGLE, CHANNELS))
+    state = PhaseState(Phase.PROMPT)
+    feed(state, tokens, markers)
+    covered: set[int] = set()
+    for at in range(len(tokens)):
+        _, length = markers.match(tokens[max(0, at + 1 - markers.longest) : at + 1])
+        covered |= set(range(at + 1 - length, at + 1))
+    assert state.think_tokens + state.output_tokens == len(tokens) - len(covered)
 
 
 def test_a_forced_ending_writes_the_closing_text_first() -> None:

@@ -60,7 +60,7 @@ def details(engine: FakeEngine) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("markers", ALL, ids=NAMES)
-@pytest.mark.parametrize("reserve", [1, 30])
+@pytest.mark.parametrize("reserve", [1, 7, 30])
 @pytest.mark.parametrize("by_context", [False, True])
 def test_the_answer_has_exactly_the_reserve(markers: Markers, reserve: int, by_context: bool) -> None:
     engine = FakeEngine(markers)
@@ -78,7 +78,7 @@ def test_the_answer_has_exactly_the_reserve(markers: Markers, reserve: int, by_c
 
 
 @pytest.mark.parametrize("markers", ALL, ids=NAMES)
-@pytest.mark.parametrize("most", [1, 8, 29, 64])
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 12, 29, 30, 64])
 def test_a_reserve_leaves_three_quarters_of_a_small_call_to_thinking(markers: Markers, most: int) -> None:
     """Clients that sample in pieces, such as beam search with its calls of one token, go on thinking."""
     engine = FakeEngine(markers)
@@ -318,3 +318,16 @@ def test_reserves_are_exact_with_any_drafts_markers_and_phases(  # noqa: PLR0917
             assert not fits or left >= reserve
             assert not (fits and is_exact) or left == reserve, "the answer has exactly the reserve"
             run, ended_in = 0, step
+
+
+@pytest.mark.parametrize("markers", [MARKERS, CLOSING], ids=["one token", "closing"])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_run_of_text_stops_before_the_reserve(markers: Markers, rows: int) -> None:
+    """Steps of one text token each are counted as a whole only as long as no forced token can be due."""
+    engine = FakeEngine(markers, lookahead=rows - 1)
+    tr = engine.open("a", max_tokens=40)
+    engine.accept(message(caps=[cap(1, 0, MAX, reserve=6)]))
+    free = 40 - 6 - len(markers.ending)
+    assert tr.text_tokens() == free - (rows - 1) - 1
+    engine.run({"a": TEXT})
+    assert tr.text_tokens() == free - (rows - 1) - 2

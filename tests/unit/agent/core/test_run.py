@@ -224,7 +224,7 @@ def drawn(rng: random.Random, names: list[str], drafts: int) -> dict[str, list[i
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_counted_as_a_whole_or_one_by_one(seed: int, drafts: int) -> None:
     """The same workload is counted in both ways, and no reader can tell the two apart at any time."""
     rng = random.Random(seed)

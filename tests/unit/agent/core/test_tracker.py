@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from meridian.v1 import agent_pb2
 
-from meridian_agent.core.live_request import Cap, LiveRequest
-from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_PARAGRAPH, FLAG_SENTENCE, Phase
-from meridian_agent.core.tracker import Tracker
+from meridian_agent.core.live_request import Cap, Ending, LiveRequest
+from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_PARAGRAPH, FLAG_SENTENCE, Markers, Phase
+from meridian_agent.core.tracker import RESTING_SLOTS, Tracker
 from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 from tests.fakes.sentences import ends_by_id
 
@@ -96,14 +100,15 @@ def test_a_share_of_requests_is_measured() -> None:
     assert 900 < len(half) < 1100
 
 
-@pytest.mark.parametrize(("live", "share"), [(0, 0.5), (1, 0.0), (16, 0.05), (40, 0.5)])
+@pytest.mark.parametrize("live", [0, 1, 16, 40])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
 def test_a_cluster_has_as_many_requests_as_are_live_and_the_sample_stays_a_share(live: int, share: float) -> None:
     tracker, most = Tracker(MARKERS), 32
     for number in range(live):
         opened(tracker, f"live {number}")
     tracker.measure(share, most)
     measured = []
-    for number in range(10_000):
+    for number in range(20_000):
         request = opened(tracker, f"chatcmpl-{number}")
         measured.append(request.measured)
         tracker.close(request, 1)
@@ -167,6 +172,26 @@ def test_merged_openings_press_only_if_a_decision_is_urgent() -> None:
     assert not tracker.take_record().presses, "nobody else thinks"
 
 
+def test_opened_rows_are_copies() -> None:
+    tracker = Tracker(MARKERS)
+    tr = opened(tracker, "a", own_cap=9)
+    (row,) = tracker.record.opened
+    tracker.feed(tr, [TEXT, TEXT, END, TEXT], 0)
+    tr.forced = tr.preempted = True
+    tr.cap = Cap(7, 30, shadow=False, extended=True)
+    tr.ending = Ending((END,), 8, reason=agent_pb2.FORCE_REASON_EAT)
+    assert row == (0, tr.info, Phase.THINK, 0, 0, 0, False, 0, False, False, False, False)
+    assert tracker.snapshot() == [(0, tr.info, Phase.OUTPUT, 2, 1, 2, True, 2, True, True, False, False)]
+
+
+def test_ended_is_said_once_and_across_re_entry() -> None:
+    tracker = Tracker(MARKERS)
+    tr = opened(tracker, "a")
+    assert tracker.feed(tr, [END, START, TEXT], 0) is True
+    assert tr.state.phase is Phase.THINK
+    assert tracker.feed(tr, [TEXT], 0) is False
+
+
 def test_ranks_follow_the_phase_until_a_plan_says_otherwise() -> None:
     tracker = Tracker(MARKERS)
     ranks = [opened(tracker, n, p).effective_rank for n, p in (("a", [START, END]), ("b", []), ("c", [START]))]
@@ -220,3 +245,78 @@ def test_the_smaller_cap_holds_and_shadows_do_not() -> None:
     assert limits(opened(tracker, "a"), *caps) == [None, 5, 50, None]
     assert limits(opened(tracker, "b", own_cap=20), *caps) == [20, 5, 20, 20]
     assert limits(opened(tracker, "c", own_cap=0), *caps) == [0, 0, 0, 0]
+
+
+def test_due_ends_with_thinking_and_when_the_cap_is_lifted() -> None:
+    tracker = Tracker(MARKERS)
+    natural, lifted, gone = (opened(tracker, name, own_cap=0) for name in "abc")
+    other = opened(tracker, "d", [], own_cap=0)
+    assert [*tracker.due] == [natural, lifted, gone], "a request that does not think is not due"
+    tracker.feed(natural, [END], 0)
+    lifted.info = replace(lifted.info, max_think_tokens=None)
+    tracker.watch_limit(lifted)
+    tracker.close(gone, 3)
+    assert not tracker.due
+    tracker.feed(other, [START], 0)
+    assert [*tracker.due] == [other]
+
+
+def test_an_ending_keeps_a_request_due() -> None:
+    tracker = Tracker(MARKERS)
+    tr = opened(tracker, "a")
+    tr.ending = Ending((END,), 1)
+    tracker.feed(tr, [TEXT], 0)
+    assert [*tracker.due] == [tr]
+
+
+def test_expected_tokens_move_the_ending_on() -> None:
+    tracker = Tracker(Markers(((START,),), ((5, 6),)))
+    tr = opened(tracker, "a")
+    tr.ending = Ending((5, 6), 1)
+    tr.expected = {2: 5}
+    tracker.feed(tr, [TEXT], 0)
+    assert (tr.ending.position, tr.expected) == (0, {}), "with drafts rejected, the row was not reached"
+    tr.expected = {1: 5, 2: 6}
+    assert tracker.feed(tr, [TEXT, 5, 6], 0) is True
+    assert tr.ending.position == 2
+    assert tr.state.think_tokens == 2
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("open"), st.sampled_from([[], [START], [START, END]])),
+            st.tuples(st.just("close"), st.integers(0, 20)),
+            st.tuples(st.just("feed"), st.integers(0, 20), st.lists(st.sampled_from([START, END, TEXT]), max_size=3)),
+            st.tuples(st.just("take")),
+        ),
+        max_size=60,
+    )
+)
+def test_slots_and_counts_stay_consistent(events: list[Any]) -> None:
+    tracker, number = Tracker(MARKERS), 0
+    closed_in_record, resting = list[int](), list[int]()
+    for event, *args in events:
+        live = list(tracker.by_id.values())
+        if event == "open":
+            away = {*tracker.by_slot, *closed_in_record, *resting}
+            free = set(range(len(away) + 1)) - away
+            tr = opened(tracker, str(number), args[0])
+            number += 1
+            assert tr.slot == min(free)
+        elif event == "take":
+            record = tracker.take_record()
+            assert not {s for s, _ in record.closed} & {row[0] for row in record.opened if row[0] in tracker.by_slot}
+            resting, closed_in_record = (resting + closed_in_record)[-RESTING_SLOTS:], []
+        elif live:
+            tr = live[args[0] % len(live)]
+            if event == "feed":
+                tracker.feed(tr, args[1], 0)
+            else:
+                tracker.close(tr, 1)
+                closed_in_record.append(tr.slot)
+        phases = [tr.state.phase for tr in tracker.by_id.values()]
+        assert (tracker.thinking, tracker.answering) == (phases.count(Phase.THINK), phases.count(Phase.OUTPUT))
+        assert {slot: tr.info.request_id for slot, tr in tracker.by_slot.items()} == {
+            tr.slot: name for name, tr in tracker.by_id.items()
+        }

@@ -11,7 +11,7 @@ import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import CAPS, ORDER
-from meridian_agent.core.phases import NO_MARKERS, begin
+from meridian_agent.core.phases import NO_MARKERS, Phase, begin
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.sentences import NO_SENTENCES
 from meridian_agent.core.step_record import COUNTERS, Outcome
@@ -175,6 +175,28 @@ def test_nothing_is_measured_while_all_requests_of_the_steps_answer(agent: Agent
     assert asked == [True, False]
 
 
+def test_batches_of_a_pipeline_that_take_turns_make_no_step_urgent(agent: Agent) -> None:
+    agent.observe_entropy = agent.link.lease.merge_unmeasured = True
+    opened(agent.tracker, "thinks", [START])
+    opened(agent.tracker, "answers", [START, END])
+    agent.tracker.take_record()
+    urgent = []
+    for name in ("answers", "thinks", "answers", "thinks"):
+        scheduler = scheduler_of()
+        scheduler.running = [*agent.tracker.by_id]
+        agent.after_schedule(scheduler, scheduled({name: 1}))
+        urgent.append(agent.tracker.take_record().urgent)
+    assert urgent == [False, True, False, False]
+
+
+def test_a_new_request_is_reported_sooner_where_a_step_has_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = ControlStream(["nowhere:1"], agent_pb2.Hello, lambda _: MARKERS, lambda _: None, clock=lambda: 1.0)
+    monkeypatch.setattr(scheduler_api, "is_async", lambda _: False)
+    link.lease.hold(agent_pb2.Settings(lease_ms=30_000, report_interval_steps=24), None)
+    Agent(SimpleNamespace(**{**vars(scheduler_of()), "num_spec_tokens": 7}), MARKERS, link, FACTS)
+    assert link.outbox._wanted() == (3, 24)
+
+
 def test_a_requests_first_step_ends_its_queueing_time(agent: Agent) -> None:
     """Resumed requests, which Model Runner V2 lists as new ones, have joined a step before; a probe is no request."""
     known = begin(MARKERS, [START], True)
@@ -194,6 +216,25 @@ def test_a_requests_first_step_ends_its_queueing_time(agent: Agent) -> None:
     assert agent.tracker.record.joined == [(0, 2500.0), (1, 1250.0)]
     assert [row[-2] for row in agent.tracker.snapshot()] == [False, False, False]
     assert [row[-2] for row in agent.tracker.record.opened] == [True, True, False], "as it was when they were opened"
+
+
+def test_a_busy_engine_whose_markers_become_known_sends_few_snapshots(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each snapshot has all live requests, so that not each step that reads some of them again may send one."""
+    snapshots: list[float] = []
+    monkeypatch.setattr(agent.link.outbox, "resync", lambda: snapshots.append(agent.accounts.began_s))
+    agent.put_in_force(agent_pb2.Settings(), NO_MARKERS)
+    for name in map(str, range(190)):
+        ref = SimpleNamespace(request_id=name, prompt_token_ids=[START], output_token_ids=[], is_finished=lambda: False)
+        opened(agent.tracker, name, ref=ref)
+    agent.put_in_force(agent_pb2.Settings(), MARKERS)
+    snapshots.clear()
+    while agent._adoption:
+        agent.accounts.began_s += 0.3
+        agent._adopt_some(scheduler_of())
+    assert {live.phase for live in agent.tracker.by_id.values()} == {Phase.THINK}
+    assert snapshots == pytest.approx([0.3, 1.5, 2.7, 3.6])
 
 
 def test_a_request_that_ends_before_the_snapshot_of_its_reading_loses_no_tokens(agent: Agent) -> None:
@@ -220,4 +261,19 @@ def test_a_request_that_ends_before_the_snapshot_of_its_reading_loses_no_tokens(
     assert snapshots == [([5000, 0, 0, 0], []), ([5000, 5000, 5000], [5000])]
 
 
+STEP_HOOKS = {"before_schedule", "after_schedule", "bitmask", "after_update"}
 # Hooks that change no request's state while steps may be postponed.
+HARMLESS = {"admit", "preempting", "finishing", "unfinished", "resetting"}
+OTHER_HOOKS = sorted({name for name, each in vars(Agent).items() if hasattr(each, "cause")} - STEP_HOOKS - HARMLESS)
+
+
+@pytest.mark.parametrize("name", OTHER_HOOKS)
+def test_postponed_steps_come_before_any_other_event(name: str) -> None:
+    """A hook may read or change what these steps have not changed yet."""
+
+    def process() -> None:
+        raise RuntimeError("they are processed")
+
+    agent = SimpleNamespace(accounts=SimpleNamespace(take_postponed=process))
+    with pytest.raises(RuntimeError, match="they are processed"):
+        getattr(Agent, name)(agent)

@@ -6,6 +6,7 @@ import math
 import random
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,3 +48,21 @@ def test_nobody_waits_longer_than_the_share_or_the_maximum_says(
         urgent = sum(waited >= max_skip for waited in before.values())
         assert max(0, count - share - urgent) <= len(skipped) <= max(0, count - share)
         assert max(live.skipped_steps for live in thinkers) <= bound
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_starves_while_others_come_and_go_and_the_share_changes(seed: int) -> None:
+    rng = random.Random(seed)
+    thinkers = [thinker(i) for i in range(6)]
+    waited: dict[int, int] = {}
+    next_slot, max_skip = 6, 5
+    for step in range(1, 300):
+        if rng.random() < 0.3:
+            thinkers.append(thinker(next_slot))
+            next_slot += 1
+        if len(thinkers) > 1 and rng.random() < 0.3:
+            waited.pop(thinkers.pop(rng.randrange(len(thinkers))).slot, None)
+        skipped = {live.slot for live in one_step(thinkers, step, rng.choice([0, 1, 2, 3]), max_skip)}
+        for live in thinkers:
+            waited[live.slot] = waited.get(live.slot, 0) + 1 if live.slot in skipped else 0
+        assert max(waited.values()) <= max_skip

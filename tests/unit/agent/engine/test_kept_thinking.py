@@ -177,6 +177,14 @@ def test_a_turn_whose_repeated_thinking_has_been_forgotten_leaves_its_prompt_alo
     assert engine.arrives("c", 50) == []
 
 
+def test_conversations_are_not_remembered_without_end() -> None:
+    engine = Engine()
+    for n in range(MAX_KEPT + 1):
+        engine.held["r"] = []
+        engine.kept.keep(engine.scheduler, SimpleNamespace(request_id="r", block_hashes=[f"h{n}"]), 0)
+    assert len(engine.kept._kept) == MAX_KEPT
+
+
 def test_a_request_that_arrives_after_a_quiet_time_waits_for_few_conversations() -> None:
     engine, number = Engine(), 3 * MAX_GIVEN_UP
     for n in range(number):
@@ -195,6 +203,17 @@ def test_no_more_blocks_are_remembered_than_the_engine_has() -> None:
     engine.ends("new", 98, 99, first=1)
     engine.now_s = 10
     assert len(engine.arrives("other", 97)) == 61
+
+
+def test_a_conversation_that_is_computed_again_counts_with_its_own_blocks_only() -> None:
+    """Its earlier blocks belong to another conversation, which would be forgotten otherwise."""
+    engine = Engine()
+    engine.ends("a", *range(40), first=0)
+    engine.ends("b", *engine.compute(range(100, 140), at=0), first=0)
+    engine.arrives("c", *range(40))
+    engine.ends("c", *engine.compute(range(40), at=40))
+    engine.now_s = 10
+    assert engine.arrives("other", 99) == [*range(80)]
 
 
 def test_a_conversation_with_a_live_turn_is_not_forgotten_before_others() -> None:

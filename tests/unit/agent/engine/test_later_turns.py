@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meridian_agent.core.request_info import MAX_TEMPLATE, TEMPLATE, UNKNOWN_TEMPLATE, template_settings
-from meridian_agent.engine.later_turns import MAX_KINDS, LaterTurns
+from meridian_agent.engine.later_turns import MAX_GIVEN_UP, MAX_KINDS, MAX_SETTINGS, LaterTurns
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.fakes.engine import FakeEngine
 
@@ -73,6 +73,19 @@ def test_a_structured_answer_may_be_a_tool_call() -> None:
     assert told.turns.refusal(live, [1]) == ""
 
 
+def test_settings_of_a_request_are_rendered_once_and_not_without_end() -> None:
+    told = Told()
+    told.read.clear()
+    live = told.live("a", '{"keep": true}')
+    told.turns.arrived(live.info, [])
+    assert told.read.wait(20)
+    for i in range(MAX_SETTINGS * 2):
+        told.turns.arrived(told.live(f"r{i}", f'{{"n": {i}}}').info, [])
+    last = f'{{"n": {MAX_SETTINGS * 2 - 1}}}'
+    assert "not known yet" in told.turns.refusal(told.live("z", last), [])
+    assert len(told.turns._asked) == MAX_SETTINGS
+
+
 def test_a_prompt_that_comes_back_keeps_the_blocks_of_such_requests_only() -> None:
     told = Told()
     first, other, same = told.live("a", tenant="x"), told.live("b", tenant="y"), told.live("c", tenant="x")
@@ -105,6 +118,17 @@ def test_too_many_kinds_keep_all_blocks() -> None:
     assert len(told.notes) == MAX_KINDS + 1
     assert "all requests" in told.turns.note
     assert told.turns.refusal(told.live("new", tenant="new"), [])
+
+
+def test_given_up_blocks_are_not_remembered_without_end() -> None:
+    told = Told()
+    live = told.live("a")
+    for i in range(MAX_GIVEN_UP + 1):
+        told.turns.gave_up(live, i)
+    told.turns.arrived(told.live("b").info, [0])
+    assert told.notes == []
+    told.turns.arrived(told.live("c").info, [1])
+    assert len(told.notes) == 1
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,15 @@ def room(scheduler: Any, probes: list[int], may_cut: bool = True) -> bool:
     return leave_room(scheduler, wanted_tokens(scheduler), probes, may_cut)
 
 
+def test_what_running_requests_take() -> None:
+    """A request that is left out of the step takes no tokens, and vLLM's own threshold limits each piece."""
+    prompt = request(500, is_prefill_chunk=True)
+    assert wanted_tokens(scheduler(request(1), request(3), drafts=4)) == (10, []), "the number is an upper bound"
+    assert wanted_tokens(scheduler(request(1), request(3), drafts=40)) == (4, [])
+    assert wanted_tokens(scheduler(request(1), request(3), request(1, eligible=9), prompt)) == (4, [500])
+    assert wanted_tokens(scheduler(request(1), prompt, threshold=40)) == (1, [40])
+
+
 def test_a_prompt_leaves_what_the_probes_take() -> None:
     crowded = scheduler(request(1), request(1), request(500, is_prefill_chunk=True))
     assert limit_for(crowded, wanted_tokens(crowded), 64, [2, 2]) == 64 - 2 - 4
@@ -79,6 +88,12 @@ def test_a_prompt_that_needs_no_more_is_not_limited() -> None:
     assert limit_for(crowded, wanted_tokens(crowded), 64, [2]) is None
     assert room(crowded, [2], may_cut=False)
     assert room(scheduler(request(1)), [2], may_cut=False)
+
+
+def test_no_probe_where_requests_take_the_whole_step() -> None:
+    full = scheduler(*[request(1) for _ in range(61)])
+    assert room(full, [2], may_cut=False)
+    assert not room(full, [2, 2], may_cut=False)
 
 
 def test_no_prompt_is_cut_where_workers_cannot_draw_a_token_twice() -> None:

@@ -271,6 +271,24 @@ def test_as_many_as_the_blocks_need() -> None:
     assert detail == "preempted b: 99 tokens to compute again; a: 100 tokens to compute again"
 
 
+class Unseen:
+    """A block of a prompt that other requests share, at which no step need look."""
+
+    @property
+    def ref_cnt(self) -> int:
+        raise AssertionError("a look at a shared prompt, which takes long")
+
+
+@pytest.mark.parametrize(("free", "preempted"), [(4, {"a", "b"}), (3, set[str]())])
+def test_no_look_at_a_long_shared_prompt(free: int, preempted: set[str]) -> None:
+    """The prompt needs 10 blocks, and a and b have 3 of their own each."""
+    blocks = [Unseen()] * 50 + [SimpleNamespace(ref_cnt=2)] + [SimpleNamespace(ref_cnt=1)] * 3
+    engine = crowded({"blocks": blocks}, {"blocks": blocks}, places=8, free=free)
+    engine.tracker.by_id["w"].ref.num_tokens = 160
+    engine.decide()
+    assert set(engine.obey()) == {"w", *preempted}
+
+
 @pytest.mark.parametrize(("places", "queue"), [(2, ["w", "v", "a", "b"]), (3, ["v", "w", "b"])])
 def test_no_preempted_request_goes_before_those_that_wait(places: int, queue: list[str]) -> None:
     """Two requests wait: both preempt another one, or one of them gets a free place."""
@@ -343,6 +361,17 @@ def test_shadow_preempts_nothing() -> None:
     assert len(engine.scheduler.running) == 2
 
 
+def test_shadow_for_many_requests() -> None:
+    """A decision in shadow ends with the look at its request, which then has no turn to lose in the same step."""
+    engine, names = crowded(), [*map(str, range(MOST_LACKING + 1))]
+    for name in names:
+        engine.add(name, 0, Phase.PROMPT)
+        engine.decide(name, shadow=True)
+    for told in (MOST_LACKING, MOST_LACKING + 1):
+        assert engine.obey() == ["w", *names]
+        assert [outcome for _, outcome, *_ in engine.told] == [Outcome.SHADOWED] * told
+
+
 @pytest.mark.parametrize(("places", "tokens", "queue"), [(3, 160, ["w", "x"]), (2, 288, ["w", "b", "x"])])
 def test_shadow_changes_nothing_for_others(places: int, tokens: int, queue: list[str]) -> None:
     """x would take the free place, or preempt both requests for its blocks and leave a place to w."""
@@ -352,6 +381,19 @@ def test_shadow_changes_nothing_for_others(places: int, tokens: int, queue: list
     engine.decide("x", shadow=True)
     engine.decide("w")
     assert engine.obey() == queue
+
+
+@pytest.mark.parametrize("places", [2, 3])
+def test_many_in_shadow_take_no_turn_of_others(places: int) -> None:
+    """Those in shadow find no victims. w preempts b, or takes the free place."""
+    engine = crowded(places=places)
+    for name in map(str, range(30)):
+        engine.add(name, 0, Phase.PROMPT, num_tokens=2_000)
+        engine.decide(name, max_preemptions=0, shadow=True)
+    engine.scheduler.waiting.rotate(-1)
+    engine.decide("w")
+    assert engine.obey()[0] == "w"
+    assert engine.scheduler.looks == MOST_LACKING + 2
 
 
 def test_what_is_computed_again_is_limited_per_second() -> None:

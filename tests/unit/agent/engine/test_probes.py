@@ -16,7 +16,7 @@ from meridian_agent.core.phases import FLAG_SENTENCE, Phase, PhaseState
 from meridian_agent.core.probe_admission import STEP_SHARE, Placed, Room, refusal
 from meridian_agent.core.request_info import PROBE_PREFIX, RequestInfo
 from meridian_agent.core.sentences import NO_SENTENCES
-from meridian_agent.core.step_record import Outcome
+from meridian_agent.core.step_record import MeasuredProbe, Outcome, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine import stock_restore
@@ -100,6 +100,19 @@ def test_at_least_one_free_block_is_left_for_every_block_taken(cost: int) -> Non
     roomy = replace(ROOM, tokens=STEP_SHARE * cost)
     fitting = next(n for n in range(100) if not refusal(tracked(), replace(roomy, blocks=n), BLOCK, cost, 1))
     assert fitting >= 2 * spanned
+
+
+def test_a_result_that_a_request_is_held_for_is_urgent(probing: ProbeRunner) -> None:
+    """The result of a probe for which a request is held is sent at once; other results go with later steps."""
+    held = tracked()
+    measured = StepRecord(step=7, probes=[MeasuredProbe(1, held.slot, 64, 0.5, 2, 1, False, True)])
+    probing.sent(measured)
+    assert not measured.presses
+    probing.held[held] = 0
+    probing.sent(StepRecord(step=8))
+    assert held.asked_in == 0
+    probing.sent(measured)
+    assert (held.asked_in, measured.presses) == (7, True)
 
 
 @pytest.fixture

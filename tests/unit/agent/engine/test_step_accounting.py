@@ -139,7 +139,7 @@ def states(engine: Engine) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_step_with_probes_as_a_whole_or_one_by_one(seed: int, drafts: int) -> None:
     rng, engines = random.Random(seed), (Engine(drafts=drafts), Engine(singly=True, drafts=drafts))
     opened, probes, with_probes = 0, 0, 0
@@ -265,6 +265,22 @@ def two_think(**given: Any) -> Engine:
     return engine
 
 
+def test_postponed_steps_are_reported_as_if_each_had_been_processed_at_once() -> None:
+    rng, engine, at_once = random.Random(7), two_think(), two_think()
+    at_once.ring.lacks = lambda: 0
+    steps = [rng.choices((TEXT, STOP), k=2) for _ in range(60)]
+    assert [engine.text(*tokens) for tokens in steps].count(True) > 50
+    assert [at_once.text(*tokens) for tokens in steps] == [False] * 60
+    engine.accounts.take_postponed()
+    reports = [
+        [step_report([record]).SerializeToString(deterministic=True) for record in each.sent]
+        for each in (engine, at_once)
+    ]
+    assert reports[0] == reports[1]
+    assert len(reports[0]) == 60
+    assert states(engine) == states(at_once)
+
+
 def near_cap(engine: Engine) -> None:
     live = engine.tracker.by_id["b"]
     live.default_cap = 9
@@ -294,6 +310,14 @@ def test_so_many_steps_are_postponed(change: Callable[[Engine], None], most: int
     assert [engine.text(TEXT, TEXT) for _ in range(most + 1)] == [True] * most + [False]
 
 
+def test_a_step_is_postponed_unless_it_may_bring_the_end_that_a_probe_waits_for() -> None:
+    engine = two_think()
+    engine.text(TEXT, TEXT)
+    engine.calm.awaited = {1: (1, 1)}
+    steps = ((TEXT, TEXT), (STOP, TEXT), (TEXT, STOP), (TEXT, TEXT), (TEXT, TEXT))
+    assert [engine.text(*tokens) for tokens in steps] == [True, True, False, False, True]
+
+
 def test_no_step_waits_long() -> None:
     engine = two_think()
     engine.text(TEXT, TEXT)
@@ -311,3 +335,12 @@ def test_steps_after_which_the_engine_stood_still_count_as_new() -> None:
     engine.now_s += 1000.0
     engine.accounts.take_postponed()
     assert [engine.now_s - record.ended_s for record in engine.sent] == [1000.0, *[pytest.approx(POSTPONED_S)] * 2]
+
+
+def test_a_step_that_ends_thinking_is_not_postponed() -> None:
+    engine = two_think()
+    engine.text(TEXT, TEXT)
+    assert engine.text(TEXT, TEXT)
+    assert not engine.text(TEXT, END)
+    assert len(engine.accounts.postponed) == 0
+    assert engine.tracker.by_id["b"].think_tokens == 3

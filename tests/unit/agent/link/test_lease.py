@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -10,7 +12,13 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, RULES
 from meridian_agent.core.plain_log import BURST, PlainLog
 from meridian_agent.link import lease as lease_module
+from meridian_agent.link.inbox import Inbox
 from meridian_agent.link.lease import Lease
+from meridian_agent.link.mailbox import Arrived, Mailbox
+from meridian_agent.link.record_queue import RecordQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_a_lost_lease_is_said_although_streams_have_come_and_gone_often(
@@ -31,6 +39,44 @@ def test_a_lost_lease_is_said_although_streams_have_come_and_gone_often(
     lease.say_state()
     assert [text for text in caplog.messages if "DEGRADED" in text] == ["meridian: DEGRADED (revision 0)"]
     assert len(caplog.messages) <= 2 * BURST + 1
+
+
+class LookedAt(deque[Any]):
+    """A queue into which the engine's thread looks just before something is put there."""
+
+    def __init__(self, lease: Lease) -> None:
+        super().__init__()
+        self._lease = lease
+
+    def append(self, item: Any) -> None:
+        self._lease.give_attention()
+        super().append(item)
+
+    def extend(self, items: Any) -> None:
+        self._lease.give_attention()
+        super().extend(items)
+
+
+PLAN = agent_pb2.Directives(step=1, plan=agent_pb2.DispatchPlan(decision_id=1))
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda inbox, _: inbox.begin(),
+        lambda inbox, _: inbox.put(PLAN),
+        lambda _, mailbox: mailbox.arrive(Arrived(agent_pb2.ConnectRequest(), RecordQueue())),
+    ],
+    ids=["a new stream", "decisions", "settings"],
+)
+def test_what_is_put_behind_a_look_calls_for_another(put: Callable[[Inbox, Mailbox], None]) -> None:
+    lease = Lease(lambda: 0.0)
+    lease.begins()
+    inbox = Inbox(lease)
+    mailbox = Mailbox(lease, inbox, lambda _: None)
+    inbox.messages, mailbox._waiting = LookedAt(lease), LookedAt(lease)
+    put(inbox, mailbox)
+    assert lease.attention
 
 
 def test_each_section_has_a_lease_of_its_own() -> None:
@@ -79,6 +125,21 @@ def test_the_leases_are_steady_until_then(connected: bool, after_s: float) -> No
     assert (lease.over(lease.silent_s()), lease.state) == first
     now_s = until_s + 0.001
     assert (lease.over(lease.silent_s()), lease.state) != first
+
+
+def test_an_engine_without_its_control_plane_is_steady_but_for_the_end_of_a_freeze() -> None:
+    now_s = 100.0
+    lease = Lease(lambda: now_s)
+    lease.begins()
+    lease.lost()
+    now_s += 1000
+    assert lease.steady_until() == float("inf")
+    lease.freeze_for(60)
+    assert lease.steady_until() == now_s + 60
+    assert lease.frozen()
+    now_s += 60
+    assert not lease.frozen()
+    assert lease.steady_until() == float("inf")
 
 
 def test_the_silence_of_a_busy_engine_adds_up_over_idle_times() -> None:

@@ -31,6 +31,12 @@ def hear(link: ControlStream, step: int, **decisions: Any) -> None:
     link._receive(agent_pb2.ConnectResponse(directives=directives))
 
 
+def test_an_answer_that_decides_nothing_is_only_a_number() -> None:
+    link = link_of(idle=False)
+    hear(link, 7)
+    assert (link.inbox.answered_step, len(link.inbox.messages)) == (7, 0)
+
+
 def test_what_came_before_is_taken_in_first() -> None:
     """A request that waits for an answer must not go on before earlier decisions are in force."""
     link = link_of(idle=False)
@@ -41,6 +47,20 @@ def test_what_came_before_is_taken_in_first() -> None:
     link.inbox.messages.clear()
     hear(link, 9)
     assert link.inbox.answered_step == 9
+
+
+def test_each_kind_of_decision_is_handed_over() -> None:
+    for decisions in (
+        {"forces": [agent_pb2.ForceEnd()]},
+        {"caps": [agent_pb2.ThinkCap()]},
+        {"tiers": [agent_pb2.TierChange()]},
+        {"probes": [agent_pb2.EatProbe()]},
+        {"plan": agent_pb2.DispatchPlan()},
+    ):
+        for step in (0, 3):
+            link = link_of(idle=False)
+            hear(link, step, **decisions)
+            assert len(link.inbox.messages) == 1, decisions
 
 
 def refusing(error: Exception, now_s: list[float]) -> ControlStream:
@@ -115,6 +135,24 @@ def test_what_a_control_plane_says_neither_busies_the_link_nor_fills_the_log(
     link._receive(agent_pb2.ConnectResponse(freeze=agent_pb2.Freeze(remaining_ms=1000, reason="x" * 100_000)))
     link._receive(agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason="x" * 100_000)))
     assert [len(line.message) > 5000 for line in caplog.records if "xxx" in line.message] == [False] * 2
+
+
+@pytest.mark.parametrize(("length", "kept"), [(256, True), (257, False)])
+def test_snapshots_repeat_no_long_id_of_a_session(length: int, kept: bool) -> None:
+    link, said = link_of(idle=False), "x" * length
+    link._receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id=said)))
+    assert link.outbox.unreported.session_id == (said if kept else "")
+
+
+def test_an_engine_at_rest_is_handed_the_newest_settings_only() -> None:
+    """An engine without live requests, or with its agent off, gets only the newest settings."""
+    for link in (link_of(idle=True), link_of(idle=False)):
+        link.step_aside()
+        for revision in range(1, 1000):
+            settings = agent_pb2.Settings(revision=revision, nonce=revision, lease_ms=30_000)
+            link._receive(agent_pb2.ConnectResponse(settings=settings))
+            link.outbox.ring.get_nowait()
+        assert (len(link.mailbox.arrived), link.lease.revision) == (0, 999)
 
 
 class FakeCall:

@@ -14,6 +14,8 @@ from meridian_agent.core.request_info import RequestInfo, clean
 from meridian_agent.core.step_record import COUNTERS, Gauges, StepRecord
 from meridian_agent.link.message_sizes import (
     LEAST_BYTES,
+    REPORT_BYTES,
+    Bounds,
     SnapshotRecord,
     record_bytes,
     reports_of,
@@ -126,3 +128,14 @@ def test_the_parts_of_a_snapshot_are_the_snapshot(rows: list[Any], ended: list[A
     short, left_out = snapshot.whole(most)
     assert short.ByteSize() <= most + 16
     assert len(short.snapshot.requests) + left_out == len(rows)
+
+
+def test_bounds_fall_below_what_was_refused() -> None:
+    bounds = Bounds()
+    sizes = []
+    for _ in range(20):
+        sizes.append((bounds.part, bounds.report, bounds.most))
+        bounds.shrink(bounds.part)
+    assert sizes[0] == (1 << 16, REPORT_BYTES, 15 << 20)
+    assert sizes[1] == (1 << 15, 1 << 15, 1 << 15)
+    assert sizes[-1] == (LEAST_BYTES,) * 3

@@ -70,6 +70,27 @@ def test_what_wakes_a_reader(waits_for: tuple[int, int], before: str, waking: st
     assert got == [1]
 
 
+def test_it_is_taken_without_a_wake_when_the_time_is_up() -> None:
+    ring: RecordQueue[int] = RecordQueue()
+    ring.lay(1)
+    assert ring.get(0.001, wanted=2) == 1
+
+
+def test_what_was_taken_out_is_due_no_longer() -> None:
+    ring: RecordQueue[int] = RecordQueue()
+    ring.lay(1, due=True)
+    assert ring.get(LONG_S) == 1
+    ring.took(0, True)
+    thread, got = reader(ring, wanted=2, patient=4)
+    for number in (2, 3):
+        ring.lay(number)
+        ring.wake()
+        assert ring._wanted
+    ring.put(4)
+    thread.join(LONG_S)
+    assert got == [2]
+
+
 def test_an_item_that_must_be_sent_at_once_is_not_held_back() -> None:
     ring: RecordQueue[int] = RecordQueue()
     ring.lay(1, presses=True)
@@ -77,6 +98,21 @@ def test_an_item_that_must_be_sent_at_once_is_not_held_back() -> None:
     assert ring.get(LONG_S, wanted=3) == 1
     ring.took(1)
     assert not ring.presses
+
+
+def test_nobody_is_woken_while_the_reader_rests_but_for_what_cannot_wait() -> None:
+    ring: RecordQueue[int] = RecordQueue()
+    ring.lay(1)
+    ring.wake()
+    assert ring._bell.empty(), "no reader sleeps, so nothing is woken"
+    thread = threading.Thread(target=ring.rest, args=(LONG_S,))
+    thread.start()
+    ring.wake()
+    thread.join(0.05)
+    assert thread.is_alive()
+    ring.put(2)
+    thread.join(LONG_S)
+    assert not thread.is_alive()
 
 
 def test_no_wake_is_lost() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.phases import Markers
-from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES
+from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES, States
+from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link import outbox, unreported
 from meridian_agent.link.message_sizes import SnapshotRecord
 from meridian_agent.link.unreported import MAX_GROUPS, OTHER, SILENT_S
@@ -132,6 +134,20 @@ def test_what_no_stream_has_brought(story: str, live: dict[str, int], ended: int
     assert engine.told() == (live, {"tenant": ended} if ended else {})
 
 
+def test_nothing_is_noted_while_a_stream_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = connected("a", "b")
+
+    def counted(_: StepRecord) -> None:
+        raise AssertionError("a step's tokens were counted")
+
+    monkeypatch.setattr(StepRecord, "think_tokens", counted)
+    made.steps(10)
+    made.engine.finish("b")
+    made.step()
+    assert made.engine.live["a"].told_think_tokens == 0
+    assert not made.link.outbox.unreported._ended + made.link.outbox.unreported._said
+
+
 def test_steps_of_text_notice_silence_too() -> None:
     made = connected("a")
     record = made.engine.run({"a": TEXT})
@@ -225,3 +241,9 @@ def test_a_record_knows_how_it_changes_the_thinking_tokens(play: Callable[[FakeE
     engine.take()
     changes = sum(record.think_tokens()[live.slot] for record in engine.records)
     assert changes == live.state.think_tokens
+
+
+def test_a_record_of_the_run_counts_each_draft() -> None:
+    record = StepRecord(slots=[3, 5], phases=[2, 3], rows=[0, 1], text=[TEXT] * 5, lengths=[3, 2])
+    record.states = States(np.zeros(5, np.uint32))
+    assert record.think_tokens() == {3: 3, 5: 0}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from meridian.v1 import agent_pb2
@@ -18,7 +19,7 @@ from meridian_agent.core.step_signals import PROBE_ROWS, PROBED
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.probe_runner import ProbeRunner
 from meridian_agent.vllm_adapter import probe_rows
-from meridian_agent.worker.probe_rows import ProbeRowsV2
+from meridian_agent.worker.probe_rows import ProbeRows, ProbeRowsV2
 from tests.fakes.engine import MARKERS, opened
 
 BLOCK = 16
@@ -59,7 +60,7 @@ def test_a_row_stays_within_the_longest_request() -> None:
     assert not probe_rows.fits(scheduler(), request(98), 2)
 
 
-@pytest.mark.parametrize("tokens", [45, 46, 47, 48, 63])
+@pytest.mark.parametrize("tokens", range(30, 66))
 def test_beside_a_connector_no_row_fills_a_block(tokens: int) -> None:
     """The place of the appended token is number `tokens`, counted from 0."""
     last_of_block = tokens % BLOCK == BLOCK - 1
@@ -89,6 +90,60 @@ def test_draft_tokens_stay_in_vllms_books() -> None:
     output = SimpleNamespace(scheduled_spec_decode_tokens={"r": [7]})
     assert probe_rows.take_back(SimpleNamespace(num_spec_tokens=1), output) == {}
     assert output.scheduled_spec_decode_tokens == {"r": [7]}
+
+
+class Runner:
+    """A model runner with three requests, which computes the logits of the rows that it is told to."""
+
+    def __init__(self) -> None:
+        ids = torch.zeros(3, 64, dtype=torch.int32).numpy()
+        self.input_batch = SimpleNamespace(
+            req_id_to_index={"a": 0, "b": 1, "c": 2}, num_tokens_no_spec=[10, 20, 30], token_ids_cpu=ids
+        )
+        self.execute_model_state: Any = None
+        # The places after the requests' own say where the step ends, as in vLLM.
+        self.query_start_loc = SimpleNamespace(np=np.zeros(6, np.int32))
+
+    def _prepare_inputs(self, output: Any, tokens: list[int]) -> tuple[Any, None, int]:
+        starts = self.query_start_loc.np
+        starts[1:4] = np.cumsum(tokens)
+        starts[4:] = starts[3]
+        return torch.from_numpy(starts[1:4].copy()) - 1, None, 1
+
+
+class State(SimpleNamespace):
+    def _replace(self, **changed: Any) -> State:
+        return State(**{**vars(self), **changed})
+
+
+def test_the_worker_samples_from_the_rows_of_the_requests() -> None:
+    runner: Any = Runner()
+    rows = ProbeRows(runner)
+    output = SimpleNamespace(scheduled_spec_decode_tokens={}, **{PROBE_ROWS: {"c": [7, 8], "a": [7]}})
+    indices, metadata, most = runner._prepare_inputs(output, [2, 1, 3])
+    # The step has 6 tokens: a's newest one and 7, b's newest one, c's newest one and 7 and 8.
+    assert indices.tolist() == [0, 2, 3, 5, 1]
+    assert (metadata, most) == (None, 1)
+    written = runner.input_batch.token_ids_cpu
+    assert (written[0, 10], written[2, 30], written[2, 31], written.sum()) == (7, 7, 8, 22)
+    logits = torch.arange(10).reshape(5, 2)
+    runner.execute_model_state = State(logits=logits, sample_hidden_states=logits)
+    rows.split()
+    assert torch.equal(rows.logits, logits)
+    assert torch.equal(runner.execute_model_state.logits, logits[:3])
+    assert torch.equal(runner.execute_model_state.sample_hidden_states, logits[:3])
+
+
+def test_a_step_without_probes_is_left_alone() -> None:
+    runner: Any = Runner()
+    rows = ProbeRows(runner)
+    output = SimpleNamespace(scheduled_spec_decode_tokens={})
+    indices, *_ = runner._prepare_inputs(output, [1, 1, 4])
+    assert indices.tolist() == [0, 1, 5]
+    state = runner.execute_model_state = State(logits=torch.zeros(3, 2))
+    rows.split()
+    assert rows.logits is None
+    assert runner.execute_model_state is state
 
 
 class RunnerV2:

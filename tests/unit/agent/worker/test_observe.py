@@ -139,6 +139,17 @@ def test_rows_that_nobody_asks_for_are_not_measured(
     assert [signals.row(i) for i in range(2)] == [0, 1 + len(drafts.get("a", []))]
 
 
+@pytest.mark.parametrize("v2", [False, True])
+def test_first_rows_are_told_of_only_where_there_are_drafts(v2: bool) -> None:
+    """The engine core accounts an output without first rows as a whole."""
+    own = observed(worker(v2=v2))
+    steps: list[dict[str, list[int]]] = [{}, {"a": [7]}, {}]
+    for drafts in steps:
+        told = getattr(step(own, asked(torch.randn(2 + len(drafts), 50), frozenset(), **drafts)), RESULT)
+        assert isinstance(told, tuple) == bool(drafts)
+        assert [StepSignals.decode(told).row(i) for i in range(2)] == [0, 1 + len(drafts)]
+
+
 def test_rows_are_those_of_the_drafts_that_the_runner_has() -> None:
     """Model Runner V1 counts the drafts that a GPU made itself, in a copy of the engine core's message, which may have
     fewer drafts."""
@@ -272,6 +283,14 @@ def request(
     asked = asking.request(end, {*ids}, {*excluded_ids}, probes)
     assert asked is not None
     return asked
+
+
+def test_names_go_out_when_they_have_changed() -> None:
+    asking, asked = WorkerRequestEncoder(), WorkerRequestDecoder()
+    sent = [request(asking, "ab"), request(asking, "ab"), request(asking, "ab", end=4), request(asking, "b", end=4)]
+    assert [(end, names is None) for end, _, names, _ in sent] == [(3, False), (3, True), (4, True), (4, False)]
+    assert [asked.excluded_ids(each) for each in sent] == [{"a", "b"}, {"a", "b"}, {"a", "b"}, {"b"}]
+    assert request(asking, "b", end=4) is request(asking, "b", end=4)
 
 
 def test_only_names_of_the_step_go_out() -> None:
