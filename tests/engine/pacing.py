@@ -12,12 +12,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.link.control_stream import ControlStream
+from tests.engine import PATIENCE_S
 
 if TYPE_CHECKING:
     from meridian.v1 import agent_pb2
 
-# Limit against hanging, and the polling interval; even a busy machine answers within milliseconds.
-PATIENCE_S, LOOK_S = 120.0, 0.0005
+# The polling interval; even a busy machine answers within milliseconds.
+LOOK_S = 0.0005
 # Shortest and longest pause of an agent between two streams, in place of the product's own.
 SOON_S = (0.02, 0.2)
 

@@ -197,36 +197,37 @@ def paragraph_rule(hold_ms: int) -> dict[str, Any]:
 def test_a_held_request_ends_exactly_where_it_was_measured(
     llm: Any, agent: Any, control: Control, settled: Settled
 ) -> None:
-    """Thinking ends exactly at the probed paragraph end, however long the decision takes.
-
-    A request without an answer in time goes on thinking.
-    """
-    free, _ = free_run(llm, agent)
+    """Thinking ends exactly at the probed paragraph end, although nobody answers before all requests wait there."""
+    # The engine has a free place for a probe of each request.
+    chosen, (free, _) = CASES[:4], free_run(llm, agent)
     end, paragraph = agent.tracker.markers.end[0], llm.get_tokenizer().convert_tokens_to_ids("\n\n")
     # The hold is as long as any engine allows, so that a busy machine does not change the result.
     control.apply(paragraph_rule(MAX_HOLD_MS))
-    run = Run(llm)
-    for i, case in enumerate(CASES):
-        run.add(f"r{i}", case, GREEDY)
-    asked = set[str]()
+    run, names = Run(llm), [f"r{i}" for i in range(len(chosen))]
+    for name, case in zip(names, chosen, strict=True):
+        run.add(name, case, GREEDY)
+    asked, held = set[str](), agent.probing.held
 
     def all_asked() -> bool:
         asked.update(live.info.request_id for _, live, *_ in agent.directives.probes)
-        return len(asked) == len(CASES)
+        return len(asked) == len(chosen)
 
     with records(agent) as seen:
         # A control plane that does not keep pace would ask for the first probe only after the first paragraph.
         run.until(all_asked, settled=settled)
+        control.process.signal(signal.SIGSTOP)
+        try:
+            run.until(lambda: len(held) == len(chosen) and all(live.asked_in for live in held))
+        finally:
+            control.process.signal(signal.SIGCONT)
         run.until()
-    held = [run.tokens[f"r{i}"] for i in range(len(CASES))]
     probed = {think_tokens for record, *_ in seen for _, _, think_tokens, *_ in record.probes}
-    for f, h in zip(free, held, strict=True):
-        at = h.index(end)
-        assert h[:at] == f[:at]
-        if paragraph in f[: f.index(end)]:
-            assert h[at - 1] == paragraph
-            assert at in probed
-    assert not agent.probing.held
+    for name, f in zip(names, free, strict=False):
+        at = run.tokens[name].index(end)
+        assert run.tokens[name][:at] == f[:at]
+        assert at == f.index(paragraph) + 1
+        assert at in probed
+    assert not held
     control.settled()
 
 
