@@ -335,7 +335,7 @@ def ours(frame: FrameType) -> bool:
     return "/meridian_agent/" in frame.f_code.co_filename
 
 
-def calls_in(step: Callable[[], None]) -> int:
+def calls_in(step: Callable[[], object]) -> int:
     """Return the number of calls, into C too, that the agent makes on the engine's thread in a step."""
     calls = 0
 

@@ -97,7 +97,8 @@ def test_in_shadow_a_sample_is_measured_and_in_force_all_are(llm: Any, agent: An
 
     assert measured(0.0)[0] == 0
     assert agent._asked is None
-    some, of = measured(0.5)
+    # vLLM adds random letters to ids, and one run in 25 has no request of the sample, which comes in clusters.
+    some, of = map(sum, zip(*(measured(0.5) for _ in range(4)), strict=True))
     assert 0 < some < of
     control.apply({**DENSE, "telemetry": {"shadow_sample_ratio": 0.0}})
     run = Run(llm)

@@ -13,7 +13,8 @@ import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.core.bad_settings import BadSettings
-from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES
+from meridian_agent.core.step_record import Gauges, StepRecord
 from meridian_agent.link.control_stream import MIN_HEARTBEAT_S, REFUSED, REFUSED_S, ControlStream
 
 if TYPE_CHECKING:
@@ -241,3 +242,24 @@ def test_only_the_answer_to_a_report_tells_how_long_it_took() -> None:
     assert answer(8, 3600) == pytest.approx(500)
     report(9)
     assert answer(9, 0.25) == pytest.approx(250)
+
+
+@pytest.mark.parametrize("between", ["nothing", "other numbers", "a step of text", "a new stream"])
+def test_a_step_of_nothing_is_told_unless_its_numbers_are_those_told_last(between: str) -> None:
+    """The engine stands still after it; numbers told earlier would count until the next request."""
+    outbox = (link := link_of(idle=False)).outbox
+    link.lease.connected = True
+
+    def of_nothing(kv_used: float) -> StepRecord:
+        return StepRecord(state=agent_pb2.AGENT_STATE_READY, gauges=Gauges(kv_used, 0, 0))
+
+    outbox.send(of_nothing(0.0), list)
+    assert outbox.says_nothing_new(of_nothing(0.0), is_live=False)
+    if between == "other numbers":
+        outbox.send(of_nothing(0.5), list)
+    elif between == "a step of text":
+        step: Any = [1, 1.0, 5.0, 0, 1, [], [], [], [], NO_SENTENCES, NO_STATES, None, ()]
+        assert outbox.send_text(tuple(step))
+    elif between == "a new stream":
+        outbox.new_ring()
+    assert outbox.says_nothing_new(of_nothing(0.0), is_live=False) == (between == "nothing")
