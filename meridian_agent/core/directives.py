@@ -340,6 +340,9 @@ class Directives:
             elif not ending.by_cap:
                 self._close_cap(live, Outcome.SUPERSEDED)
             self.report(ending.decision_id, Outcome.APPLIED, live, ending.detail)
+        elif ending is not None and ending.position and live.phase is Phase.THINK:
+            # If thinking ended in the step, the model began to think again, and the end belongs to that thinking.
+            ended = False
         elif ending is not None and ended:
             self._drop_ending(live, Outcome.ENDED_NATURALLY)
         elif ending is not None and ending.position == 0:

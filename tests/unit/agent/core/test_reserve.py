@@ -320,6 +320,20 @@ def test_reserves_are_exact_with_any_drafts_markers_and_phases(  # noqa: PLR0917
             run, ended_in = 0, step
 
 
+def test_an_end_that_begins_in_thinking_after_an_end_of_the_models_own_goes_on() -> None:
+    """The model ends its thinking and begins to think again within its drafts, and the reserve begins in the same
+    step."""
+    engine = FakeEngine(CLOSING, lookahead=3)
+    engine.open("a", CLOSING.starts[0], max_tokens=20)
+    engine.accept(message(caps=[cap(1, 0, MAX, reserve=1)]))
+    steps: list[Any] = (
+        [([], [TEXT] * 4)] * 12 + [([TEXT, END, START], [TEXT, END, START, TEXT])] + [([], [TEXT] * 4)] * 4
+    )
+    tokens, _, _ = play(engine, steps, [False] * len(steps))
+    assert tokens == [TEXT] * 13 + [END, START, *CLOSING.ending, TEXT]
+    assert engine.outcomes[1] == [Outcome.APPLIED]
+
+
 @pytest.mark.parametrize("markers", [MARKERS, CLOSING], ids=["one token", "closing"])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_a_run_of_text_stops_before_the_reserve(markers: Markers, rows: int) -> None:
