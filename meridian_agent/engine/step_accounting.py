@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.sentences import States
     from meridian_agent.core.step_record import TextStep
     from meridian_agent.core.step_signals import SignalBytes
     from meridian_agent.core.tracker import Tracker
@@ -155,7 +156,7 @@ class StepAccounting:
         self._phase_numbers.add_to(stats, now_s)
         self._calm.find_due(scheduler)
         facts = self._step_time_ms(now_s), self._prefill_tokens(), self.state
-        self._queue_text((scheduler.current_step, now_s, *facts, tokens, signals))
+        self._queue_texts([(scheduler.current_step, now_s, *facts, tokens, signals)], [self._run.text_states])
         return True
 
     def make_room(self) -> None:
@@ -218,28 +219,36 @@ class StepAccounting:
         if not self.postponed:
             return
         postponed, self.postponed = self.postponed, []
-        # If the engine has stood still since, nothing has been unheard for that long.
-        earliest_s = self._lease.clock() - POSTPONED_S
-        for step in postponed:
-            self._run.count_text(step[-2])
-            if self._tracker.loops.enabled:
+        run, loops = self._run, self._tracker.loops.enabled
+        states: list[States] = []
+        for *_, tokens, _ in postponed:
+            run.count_text(tokens)
+            states.append(run.text_states)
+            if loops:
                 self._tracker.look_for_loops()
-            self._queue_text((step[0], max(step[1], earliest_s), *step[2:]))
+        # If the engine has stood still since, nothing has been unheard for that long.
+        self._queue_texts(postponed, states, self._lease.clock() - POSTPONED_S)
 
-    def _queue_text(self, facts: PostponedStep) -> None:
-        """Queue the record of a step of text, which the run has counted."""
+    def _queue_texts(self, texts: Sequence[PostponedStep], states: Sequence[States], earliest_s: float = 0.0) -> None:
+        """Queue the records of steps of text, which the run has counted. states: the run's text states after each step.
+        earliest_s: time on the lease's clock at which each step has ended at the earliest."""
         tracker, run = self._tracker, self._run
-        number, ended_s, step_time_ms, prefill_tokens, state, tokens, signals = facts
-        lengths = run.lengths_for(signals) if run.tokens_per_step > 1 else ()
-        counted = ended_s, step_time_ms, prefill_tokens, state
-        columns = run.slots, run.phases, run.rows, tokens, run.sentences, run.text_states, signals, lengths
-        if tracker.begun is None:
-            step: TextStep = (tracker.number(number), *counted, *columns)
-            if not self._outbox.send_text(step):
+        steps: list[TextStep] = []
+        slots, phases, rows, sentences = run.slots, run.phases, run.rows, run.sentences
+        for (number, ended_s, step_time_ms, prefill_tokens, state, tokens, signals), after in zip(
+            texts, states, strict=True
+        ):
+            counted = max(ended_s, earliest_s), step_time_ms, prefill_tokens, state
+            lengths = run.lengths_for(signals) if run.tokens_per_step > 1 else ()
+            columns = slots, phases, rows, tokens, sentences, after, signals, lengths
+            if tracker.begun is None:
+                steps.append((tracker.number(number), *counted, *columns))
+            else:
+                tracker.begun.tell((number, *counted, *columns))
+                self.send()
+        if steps and not self._outbox.send_texts(steps):
+            for step in steps:
                 self._outbox.send(StepRecord(*step), tracker.snapshot)
-            return
-        tracker.begun.tell((number, *counted, *columns))
-        self.send()
 
     def _prefill_tokens(self) -> int:
         """Return the prompt tokens of the step whose outputs are being processed."""

@@ -23,7 +23,7 @@ from meridian_agent.link.record_queue import RecordQueue
 from meridian_agent.link.unreported import SILENT_S, Unreported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from meridian_agent.link.lease import Lease
 
@@ -144,20 +144,20 @@ class Outbox:
         # Decisions about a request's first tokens follow from the record in which it begins.
         self.ring.lay(record, record.presses, due=bool(record.opened))
 
-    def send_text(self, step: TextStep) -> bool:
-        """Queue a step of text, which waits for others. Return False if only `send` can queue it, as a record. Never
-        waits."""
+    def send_texts(self, steps: Sequence[TextStep]) -> bool:
+        """Queue steps of text, at least one, which wait for others. Return False if only `send` can queue them, as
+        records. Never waits."""
         lease, ring = self._lease, self.ring
         if lease.attention or lease.idle or not (self._streaming and lease.connected) or self.snapshot_due:
             return False
-        if ring.qsize() >= RING_RECORDS:
+        if ring.qsize() + len(steps) > RING_RECORDS:
             return False
         if (since := lease.unheard_since) is None:
-            lease.asks(step[1])
-        elif step[1] - since > SILENT_S:
+            lease.asks(steps[0][1])
+        elif steps[-1][1] - since > SILENT_S:
             return False
         self._said = ()
-        ring.lay(step)
+        ring.lay_all(steps)
         return True
 
     def says_nothing_new(self, record: StepRecord, is_live: bool) -> bool:

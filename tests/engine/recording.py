@@ -17,25 +17,26 @@ def records(agent: Any) -> Iterator[list[Any]]:
     """Yield a list that gets the step records sent inside the block."""
     seen: list[Any] = []
     outbox = agent.link.outbox
-    send, send_text = outbox.send, outbox.send_text
+    send, send_texts = outbox.send, outbox.send_texts
 
     def watch(record: Any, snapshot: Any) -> None:
         record.spread()
         seen.append((record, list(record.opened), list(record.slots), list(record.closed)))
         send(record, snapshot)
 
-    def watch_text(step: Any) -> bool:
-        if sent := send_text(step):
-            record = StepRecord(*step)
-            record.spread()
-            seen.append((record, [], record.slots, []))
+    def watch_texts(steps: Any) -> bool:
+        if sent := send_texts(steps):
+            for step in steps:
+                record = StepRecord(*step)
+                record.spread()
+                seen.append((record, [], record.slots, []))
         return bool(sent)
 
-    outbox.send, outbox.send_text = watch, watch_text
+    outbox.send, outbox.send_texts = watch, watch_texts
     try:
         yield seen
     finally:
-        outbox.send, outbox.send_text = send, send_text
+        outbox.send, outbox.send_texts = send, send_texts
 
 
 def probes(seen: list[Any]) -> dict[str, list[MeasuredProbe]]:

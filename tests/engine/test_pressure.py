@@ -114,7 +114,7 @@ def tell(patch: pytest.MonkeyPatch, agent: Any, step_time_ms: Callable[[int, int
         send(outbox, record, snapshot)
 
     patch.setattr(outbox, "send", priced)
-    patch.setattr(outbox, "send_text", lambda _: False)
+    patch.setattr(outbox, "send_texts", lambda _: False)
 
 
 @pytest.fixture

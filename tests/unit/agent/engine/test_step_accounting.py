@@ -52,7 +52,7 @@ class Engine:
         self.sent: list[StepRecord] = []
         self.texts = 0
         self.ring = SimpleNamespace(lacks=lambda: 100)
-        outbox: Any = SimpleNamespace(send_text=self.send_text, unreported=Unreported(), ring=self.ring)
+        outbox: Any = SimpleNamespace(send_texts=self.send_texts, unreported=Unreported(), ring=self.ring)
         outbox.send = lambda record, _: self.sent.append(record)
         others: Any = {
             "calm": (calm := SimpleNamespace(find_due=lambda _: None, awaited={}, due={})),
@@ -64,10 +64,10 @@ class Engine:
         others["phase_numbers"] = PhaseNumberSender(self.tracker)
         self.accounts = StepAccounting(self.tracker, directives, self.probing, hand_over, **others)
 
-    def send_text(self, step: TextStep) -> bool:
-        self.texts += 1
+    def send_texts(self, steps: list[TextStep]) -> bool:
+        self.texts += len(steps)
         # The outbox reads the gauges when it makes the report.
-        self.sent.append(StepRecord(*step, gauges=GAUGES))
+        self.sent += [StepRecord(*step, gauges=GAUGES) for step in steps]
         return True
 
     def open(self, name: str, prompt: list[int]) -> None:

@@ -259,7 +259,7 @@ def test_a_step_of_nothing_is_told_unless_its_numbers_are_those_told_last(betwee
         outbox.send(of_nothing(0.5), list)
     elif between == "a step of text":
         step: Any = [1, 1.0, 5.0, 0, 1, [], [], [], [], NO_SENTENCES, NO_STATES, None, ()]
-        assert outbox.send_text(tuple(step))
+        assert outbox.send_texts([tuple(step)])
     elif between == "a new stream":
         outbox.new_ring()
     assert outbox.says_nothing_new(of_nothing(0.0), is_live=False) == (between == "nothing")

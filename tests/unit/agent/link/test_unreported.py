@@ -155,8 +155,8 @@ def test_steps_of_text_notice_silence_too() -> None:
     made.link.lease.give_attention()
 
     def text(at_s: float) -> bool:
-        return made.link.outbox.send_text(
-            (record.step, at_s, 0, 0, 0, [], [], [], (), NO_SENTENCES, NO_STATES, None, ())
+        return made.link.outbox.send_texts(
+            [(record.step, at_s, 0, 0, 0, [], [], [], (), NO_SENTENCES, NO_STATES, None, ())]
         )
 
     assert text(made.now_s)
