@@ -93,8 +93,7 @@ class Preemption(Part):
             self._waiting = {}
         elif not was_on:
             table = self._table
-            has_tokens = table.think_tokens + table.output_tokens > 0
-            waits = table.live & (~has_tokens | _waits_again(table.preempted, table.phase))
+            waits = table.live & (table.queued | _waits_again(table.preempted, table.phase))
             self._waiting = dict.fromkeys(waits.nonzero()[0].tolist())
 
     def revise(self) -> None:

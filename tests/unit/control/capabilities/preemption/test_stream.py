@@ -112,6 +112,16 @@ def test_why_a_request_may_preempt_and_when_it_is_found() -> None:
     assert cannot.said_preempts(opened=[cannot.waiter()]) == []
 
 
+def test_a_request_that_has_joined_before_the_policy_comes_does_not_wait() -> None:
+    """Its first token may be seconds away, and no later report would tell that it has joined."""
+    made = Made(Policy())
+    made.said_preempts(opened=[made.waiter()])
+    made.said_preempts(joined=agent_pb2.JoinedColumns(slot=[2], queueing_ms=[1.0]))
+    made.apply(policy())
+    assert claims(made) == []
+    assert made.said_preempts() == []
+
+
 def test_a_request_whose_end_is_under_way_may_not_be_preempted_until_the_engine_drops_the_end() -> None:
     made = Made(capabilities=agent_pb2.Capabilities(preempt=True, force_end=True))
     assert made.session.on_end_thinking("a0", "", made.now)
