@@ -299,9 +299,13 @@ class Intake:
         return policy.telemetry.decision_log_sample_ratio if policy is not None else 1.0
 
 
-def gauges_of(report: agent_pb2.StepReport) -> agent_pb2.StepReport:
+def gauges_of(report: agent_pb2.StepReport, before: agent_pb2.StepReport | None) -> agent_pb2.StepReport:
     """Return the numbers of a report that describe the engine at its end: the whole report, whose size the number of
-    tokens decides, need not be kept until the next one."""
+    tokens decides, need not be kept until the next one.
+
+    before: what was returned for the report before, whose counters hold on. Of the reports of one large step only the
+    last one has counters.
+    """
     kept = agent_pb2.StepReport(
         step=report.step,
         step_time_ms=report.step_time_ms,
@@ -309,7 +313,7 @@ def gauges_of(report: agent_pb2.StepReport) -> agent_pb2.StepReport:
         running=report.running,
         waiting=report.waiting,
     )
-    kept.counters.CopyFrom(report.counters)
+    kept.counters.CopyFrom(before.counters if before and not report.HasField("counters") else report.counters)
     return kept
 
 

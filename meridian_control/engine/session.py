@@ -330,7 +330,7 @@ class Session:
         if not report.steps:
             yield from self._ledger.settle(report.outcomes)
             return []
-        self.gauges, self.reported_at = gauges_of(report), now
+        self.gauges, self.reported_at = gauges_of(report, self.gauges), now
         self.agent_state = report.state or self.agent_state
         yield from self._parts.report_begins(now, self._deciding is not None)
         yield from self._intake.take_report(report, now)

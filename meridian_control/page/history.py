@@ -101,7 +101,7 @@ class History:
             if (before := self._looks.of(engine, _Counted())) is not None:
                 grown.add(before, after)
         self._looks.replace(counted, now)
-        # The value is 0 after a report without counters.
+        # The value is 0 until the engine has reported counters.
         agent_s = {(e.engine_id, e.incarnation): e.counters.agent_seconds for e in up if e.counters.agent_seconds}
         spent_s = [spent - self._agent_s[key] for key, spent in agent_s.items() if key in self._agent_s]
         seconds = (now - self._noted_at).total_seconds() if self._noted_at is not None else 0.0

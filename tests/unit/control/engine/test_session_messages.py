@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2
 
+from meridian_agent.core.step_record import COUNTERS, Gauges, StepRecord
+from meridian_agent.link.message_sizes import LEAST_BYTES, reports_of
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
@@ -144,6 +146,20 @@ def test_a_report_of_no_steps_has_no_gauges() -> None:
     made = stream()
     made.session.on_message(step_report(outcomes=[{"decision_id": 1, "outcome": 1}], steps=0, step=0), NOW)
     assert (made.session.open_decisions, made.session.gauges) == ({}, None)
+
+
+def test_a_part_of_a_large_step_leaves_the_counters_as_they_are() -> None:
+    """Only the last report of a step has them, and a counter that falls in between looks like the engine's restart."""
+    made = stream()
+    whole = StepRecord(step=2, gauges=Gauges(0.5, 1, 2), counters=tuple(range(len(COUNTERS))))
+    whole.closed = [(slot, 0) for slot in range(LEAST_BYTES)]
+    reports = list(reports_of(whole, LEAST_BYTES, sparse=False))
+    assert len(reports) > 2
+    made.session.on_message(agent_pb2.ConnectRequest(step=reports[-1]), NOW)
+    for report in reports:
+        made.session.on_message(agent_pb2.ConnectRequest(step=report), NOW)
+        view = engine_view(made.session)
+        assert (view.counters, view.kv_used) == (reports[-1].counters, 0.5)
 
 
 def report_with(path: str, value: float) -> agent_pb2.ConnectRequest:
