@@ -58,8 +58,8 @@ class Connection:
     closing: str = ""
     # Error of the control plane that ends the stream; None while there is none.
     failure: Exception | None = None
-    # Task that restores the last good revision after the engine refused the newest; None before that.
-    restoring: asyncio.Task[None] | None = None
+    # The newest revision whose refusal has led to a look for the last good one; 0 before the first refusal.
+    restored_after: int = 0
     # Whether a message of the agent, or another event, is being taken in; the events that wait until that is done.
     busy: bool = False
     later: deque[Callable[[], None]] = field(default_factory=deque)

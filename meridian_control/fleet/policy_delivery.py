@@ -139,9 +139,10 @@ class PolicyDelivery:
 
     def restore_last_good(self, connection: Connection) -> None:
         """Start to read the policy that is in force on the engine, if the engine refuses the newest revision."""
-        wanted = connection.session.last_good_wanted
-        if wanted and connection.restoring is None and self._read is not None:
-            connection.restoring = self._tasks.start(self._give_last_good(connection, wanted, self._read))
+        wanted, refused = connection.session.last_good_wanted, connection.session.revision
+        if wanted and connection.restored_after != refused and self._read is not None:
+            connection.restored_after = refused
+            self._tasks.start(self._give_last_good(connection, wanted, self._read))
 
     async def _give_last_good(self, connection: Connection, revision: int, read: Read) -> None:
         session = connection.session
