@@ -361,9 +361,11 @@ class Agent:
             self._outbox.ring.wake()
 
     def _fall_idle(self, scheduler: Scheduler) -> None:
-        """Let the link's thread answer messages, because no request is live any more."""
+        """Let the link's thread answer messages, because no request is live any more. The newest record is to say the
+        state of an idle engine, which waits for no answers, however late they were: no other follows."""
         self.mailbox.fall_idle(partial(self._take_all, scheduler))
         self.directives.active_plan()
+        self.accounts.state = self.lease.say_state()
 
     @event(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
     def rest(self, scheduler: Scheduler) -> None:

@@ -3,14 +3,18 @@ calls of a program that has the engine in its own process."""
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from meridian.v1 import agent_pb2
 from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams
 
+from meridian_agent.link.lease import LATE_S
 from tests.engine import Run, cases, chat
 from tests.engine.policies import NEUTRAL
+from tests.engine.recording import records
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import confirmed
@@ -141,6 +145,28 @@ def test_a_new_stream_gets_a_snapshot_without_a_step(
     assert scheduler.current_step == step
     resting.until()
     control.settled()
+
+
+def test_an_engine_that_falls_idle_while_answers_are_late_is_ready(
+    llm: Any, agent: Any, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for them no more, and no report follows its last one until the next request."""
+    lease, run = agent.link.lease, Run(llm)
+    run.add("late", opened(), endless(agent, max_tokens=40))
+    run.until(lambda: len(run.tokens["late"]) > 10)
+    control.process.signal(signal.SIGSTOP)
+    try:
+        run.until(lambda: lease.unheard_since is not None)
+        clock = lease.clock
+        monkeypatch.setattr(lease, "clock", lambda: clock() + LATE_S + 1.0)
+        with records(agent) as sent:
+            run.until()
+        assert agent_pb2.AGENT_STATE_STALE in [record.state for record, *_ in sent]
+        assert (lease.idle, lease.connected, lease.state) == (True, True, agent_pb2.AGENT_STATE_READY)
+    finally:
+        control.process.signal(signal.SIGCONT)
+    wait_for(lambda: (e := control.engine()).step == sent[-1][0].step and e, 20, "the last report")
+    assert control.engine().agent_state == agent_pb2.AGENT_STATE_READY
 
 
 @pytest.mark.usefixtures("answers_seldom")
