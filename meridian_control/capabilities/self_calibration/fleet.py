@@ -178,7 +178,8 @@ class SelfCalibration(FleetPart):
 
     async def _lead(self) -> None:
         if self._store is None or not self._leads():
-            self._watches, self._states = {}, {}
+            # Another leader may store rules meanwhile.
+            self._watches, self._states, self._is_known = {}, {}, True
             return
         concerns = (any_self_calibrates(policy) or rules.ruled(policy) for policy in self.fleet.policies)
         if not (self._is_known or any(concerns)):

@@ -525,6 +525,32 @@ async def test_another_leader_goes_on_where_the_first_stopped(control: Control) 
     assert (await found(control)).state == State.ROLLING_OUT, "only the leader decides"
 
 
+async def test_a_replica_that_leads_again_looks_at_what_another_leader_has_left(control: Control) -> None:
+    """Also if it found nothing while it led before, and if nobody asks for self-calibration any more."""
+    part = control.fleet.part(SelfCalibration)
+    await part.tick()
+    control.leads = False
+    await part.tick()
+    other = Control(control.store)
+    await other.start()
+    try:
+        await other.fleet.part(SelfCalibration).tick()
+        with LinkedEngine([other.target], clock=lambda: 0.0):
+            await until(lambda: len(list(other.fleet.connections)) == 1)
+            await in_force(other)
+        await apply(other, Policy())
+    finally:
+        await other.kill()
+    assert part._store is not None
+    control.leads = True
+    await control.rollouts.look()
+    await part.tick()
+    learner = (await part._store.learners())[WHO.traffic]
+    assert (learner.state, learner.why) == (State.WITHDRAWN, "entropy.self_calibration is false")
+    assert ((State.WITHDRAWN.value,), 1) in dict(part.metrics(Totals()))[fleet.STATES]
+    assert (await part.show()).tables["self_calibrations"]
+
+
 @pytest.mark.usefixtures("_engine")
 async def test_a_calibration_that_fails_keeps_no_other_traffic_from_its_next_step(control: Control) -> None:
     await apply(control, ASKED)
