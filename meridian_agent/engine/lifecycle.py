@@ -316,8 +316,8 @@ class Lifecycle:
         the settings."""
         if self._guard.rest_s():
             raise BadSettings(f"the agent is off: {self._guard.fault}")
-        markers = self._resolve(settings)
-        if markers.known and self._in_force.unknown:
+        markers, before = self._resolve(settings), self._rendered_with
+        if markers.known and (markers.starts, markers.ends) != (before.starts, before.ends):
             self._rendered_with = markers
             self._later_turns.read_anew()
         return markers

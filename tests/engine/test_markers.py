@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from meridian_agent.core.phases import Phase
-from tests.engine import Run, chat
+from tests.engine import STRIPPED, Run, chat
 from tests.engine.policies import NEUTRAL
 from tests.engine.recording import records, rows
 from tests.engine.test_decisions import ENDLESS, opened
@@ -82,6 +82,27 @@ def test_what_needs_no_markers_works_and_the_rest_from_when_they_are_named(
     assert tokens.index(end) == LATER_CAP
     assert control.settled().decisions["cap"]
     assert control.engine().capabilities.template_strips_think
+
+
+def test_what_the_template_strips_is_found_anew_with_other_markers(llm: Any, agent: Any, control: Control) -> None:
+    """The model's template strips what stands between its own markers, and keeps all between others."""
+    start, end = llm.get_tokenizer().convert_tokens_to_ids(["system", "user"])
+    run = Run(llm)
+    run.add("turns", opened(), sampling(ENDLESS, max_tokens=400, extra_args=STRIPPED))
+    run.until(lambda: len(run.tokens["turns"]) >= CAP)
+
+    def refusal(policy: dict[str, Any]) -> str:
+        revision = control.set_policy(policy)
+        wait_for(lambda: agent.link.mailbox.arrived, 20, "the policy")
+        run.until(lambda: agent.link.lease.revision == revision)
+        (live,) = agent.tracker.by_id.values()
+        return str(agent.facts.later_turns.refusal(live, []))
+
+    assert not refusal(NEUTRAL)
+    others = {"think_start_token_ids": [start], "think_end_token_ids": [end]}
+    assert refusal({**NEUTRAL, "model": {"maze": others}}) == "the chat template keeps the thinking"
+    assert not refusal(NEUTRAL)
+    run.abort("turns")
 
 
 def sampling(params: dict[str, Any], **more: Any) -> Any:
