@@ -216,6 +216,8 @@ class Lifecycle:
         agent.adopt(list(self._scheduler.requests.values()), steps_under_way)
         if self.agent is not None:
             agent.measuring = self.agent.measuring
+            # The link remembers which reports are answered by their numbers.
+            agent.tracker.newest = self.agent.tracker.newest
         self.link.come_back()
         self.agent = agent
         logger.warning("meridian: the agent is on again; the last fault was: %s", self._guard.last_fault)

@@ -13,6 +13,7 @@ from meridian_agent.core import guard as guard_module
 from meridian_agent.vllm_adapter.server_metrics import REQUESTS
 from tests.engine import Run, cases, chat
 from tests.engine.policies import DENSE, NEUTRAL
+from tests.engine.recording import records
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import rebuild
@@ -154,6 +155,28 @@ def test_it_comes_back_by_itself(
     assert (scheduler._agent, scheduler._guard.rest_s() > 3000) == (None, True)
     shown = control.faulty(engine_id)
     assert dict(shown.faults) == {"after_update": 1, "before_schedule": 1}
+
+
+@pytest.mark.usefixtures("rebuilt")
+def test_reports_are_numbered_on_after_a_fault(
+    llm: Any, agent: Any, scheduler: Any, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is reported between two steps takes a number, too, so reports are ahead of the engine's steps. With a number
+    from before, a report would count as answered before it is sent."""
+    monkeypatch.setattr(guard_module, "RESTS_S", (0.0, 3600.0))
+    run = Run(llm)
+    for number in range(8):
+        run.add(f"goes-{number}", opened(), endless(agent, max_tokens=240))
+        llm.llm_engine.abort_request([f"goes-{number}"])
+    control.settled()
+    answered = agent.link.outbox.unreported.heard_step
+    assert answered > scheduler.current_step + 4
+    _break(agent, "before_schedule")
+    run.add("after", opened(), endless(agent, max_tokens=40))
+    run.until(lambda: scheduler._agent not in {None, agent})
+    with records(scheduler._agent) as sent:
+        run.until()
+    assert sent[0][0].step > answered
 
 
 def _break(agent: Any, hook: str) -> None:
