@@ -627,6 +627,16 @@ class Agent:
         if not is_live:
             self.link.outbox.ring.wake()
 
+    def count_on(self, before: Agent) -> None:
+        """Go on with the counts of the agent that a fault has ended, because COUNTERS are those since the engine's
+        start."""
+        for name in ("preempted_think", "output_critical", "hook_seconds", "worker_seconds", "scheduler_seconds"):
+            setattr(self, name, getattr(before, name))
+        self.blocks.reclaimed, self.blocks.kept.given_up = before.blocks.reclaimed, before.blocks.kept.given_up
+        self.queues.think_skips, self.probing.tokens = before.queues.think_skips, before.probing.tokens
+        self.calm.calm_steps, self.calm.full_steps = before.calm.calm_steps, before.calm.full_steps
+        self.preemption.recomputed.total = before.preemption.recomputed.total
+
     def _counters(self) -> tuple[float, ...]:
         """Return the values of COUNTERS. Called on gRPC's thread."""
         # The engine's thread may change them meanwhile.

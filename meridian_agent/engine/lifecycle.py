@@ -216,6 +216,7 @@ class Lifecycle:
         agent.adopt(list(self._scheduler.requests.values()), steps_under_way)
         if self.agent is not None:
             agent.measuring = self.agent.measuring
+            agent.count_on(self.agent)
             # The link remembers which reports are answered by their numbers.
             agent.tracker.newest = self.agent.tracker.newest
         self.link.come_back()

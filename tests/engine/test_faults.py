@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from meridian_agent.core import guard as guard_module
+from meridian_agent.core.step_record import COUNTERS
+from meridian_agent.core.step_signals import SPENT_STEPS
 from meridian_agent.vllm_adapter.server_metrics import REQUESTS
 from tests.engine import Run, cases, chat
 from tests.engine.policies import DENSE, NEUTRAL
@@ -129,9 +131,11 @@ def test_it_comes_back_by_itself(
     run = Run(llm)
     for name in ("old", "older"):
         run.add(name, opened(), endless(agent, max_tokens=240))
-    run.until(lambda: len(run.tokens["old"]) > 10)
+    run.until(lambda: len(run.tokens["old"]) > 2 * SPENT_STEPS)
     _break(agent, "after_update")
     run.until(lambda: scheduler._agent is None)
+    before = counters(agent)
+    assert min(before["worker_seconds"], before["full_steps"]) > 0
     run.add("new", opened(), endless(agent, max_tokens=240))
     run.step()
     shown = control.faulty(engine_id)
@@ -140,6 +144,8 @@ def test_it_comes_back_by_itself(
     run.until(lambda: scheduler._agent is not None)
     again = scheduler._agent
     assert again is not agent
+    # The counts are those since the engine's start. One that fell and rose again would count twice.
+    assert [name for name, count in counters(again).items() if count < before[name]] == []
     assert len(again.tracker.by_id) == 3
     assert len(run.tokens["old"]) < 200
     run.until()
@@ -177,6 +183,13 @@ def test_reports_are_numbered_on_after_a_fault(
     with records(scheduler._agent) as sent:
         run.until()
     assert sent[0][0].step > answered
+
+
+def counters(agent: Any) -> dict[str, float]:
+    """Return what an agent's reports count, by name."""
+    counted = dict(zip(COUNTERS, agent._counters(), strict=True))
+    del counted["round_trip_ms"]
+    return counted
 
 
 def _break(agent: Any, hook: str) -> None:
