@@ -329,12 +329,14 @@ class Lifecycle:
         """Return the thinking markers under these settings. Raises BadSettings only for something that the settings
         name."""
         try:
-            return reasoning_markers.resolve(self._scheduler.vllm_config, settings)
+            markers = reasoning_markers.resolve(self._scheduler.vllm_config, settings)
         except BadSettings:
             raise
         except Exception as error:
             self._start.note("markers", f"{type(error).__name__}: {error}")
             return no_markers(self._start.why("markers"))
+        self._start.found("markers")
+        return markers
 
     def _read_template(self, settings: str) -> tokenizer.Template:
         """Find out what the model's own chat template does with thinking under these settings. Runs on a thread of

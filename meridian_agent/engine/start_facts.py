@@ -52,13 +52,17 @@ class StartFacts:
 
     def find(self, name: str, read: Callable[[], T], without: T) -> T:
         """Return what `read` returns, or `without` if it raises an exception. name: one of OPTIONAL."""
-        self._missing.pop(name, None)
+        self.found(name)
         try:
             return read()
         except Exception as error:
             self.note(name, f"{type(error).__name__}: {error}")
             logger.debug("meridian: %s", name, exc_info=True)
             return without
+
+    def found(self, name: str) -> None:
+        """Note that a fact is known by now. name: one of OPTIONAL."""
+        self._missing.pop(name, None)
 
     def note(self, name: str, why: str) -> None:
         """Note that a fact is missing, or a part of it. name: one of OPTIONAL."""

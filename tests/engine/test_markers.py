@@ -24,15 +24,30 @@ if TYPE_CHECKING:
     from tests.processes import Control
 
 CAP, LATER_CAP = 12, 40
+# What vLLM's parsers name as the text that opens thinking.
+TEXT = "reasoning_start_str"
 NAMED = {"model": {"maze": {"reasoning_parser": "qwen3"}}}
 
 
-@pytest.fixture
-def blind(llm: Any, scheduler: Any, control: Control) -> Iterator[Any]:
-    """Return the agent of an engine that was started with a parser whose markers its tokenizer cannot write."""
+def broken_parser() -> str:
+    """Return the name of a parser that fails when it is asked for its markers."""
+    from vllm.reasoning import ReasoningParserManager
+
+    def fails(_: Any) -> str:
+        raise RuntimeError("a parser's error")
+
+    base = ReasoningParserManager.get_reasoning_parser("qwen3")
+    ReasoningParserManager.register_module("broken", module=type("Broken", (base,), {TEXT: property(fails)}))
+    return "broken"
+
+
+@pytest.fixture(params=[lambda: "openai_gptoss"], ids=[""])
+def blind(request: pytest.FixtureRequest, llm: Any, scheduler: Any, control: Control) -> Iterator[Any]:
+    """Return the agent of an engine that was started with a parser of which it gets no markers: by default one whose
+    markers its tokenizer cannot write."""
     (end,) = scheduler._agent.tracker.markers.end
     outputs = scheduler.vllm_config.structured_outputs_config
-    own, outputs.reasoning_parser = outputs.reasoning_parser, "openai_gptoss"
+    own, outputs.reasoning_parser = outputs.reasoning_parser, request.param()
     rebuild(scheduler)
     wait_for(lambda: control.engine().unknown_markers, 30, "an engine without markers")
     yield scheduler._agent, end
@@ -82,6 +97,15 @@ def test_what_needs_no_markers_works_and_the_rest_from_when_they_are_named(
     assert tokens.index(end) == LATER_CAP
     assert control.settled().decisions["cap"]
     assert control.engine().capabilities.template_strips_think
+
+
+@pytest.mark.parametrize("blind", [broken_parser], indirect=True)
+def test_markers_that_a_policy_names_are_missing_no_more(blind: tuple[Any, int], control: Control) -> None:
+    """The engine's own parser fails in a way that nobody foresaw."""
+    assert [fact for fact in control.engine().missing_facts if "a parser's error" in fact]
+    control.apply(NAMED)
+    wait_for(lambda: not control.engine().unknown_markers, 30, "a Hello with the markers")
+    assert list(control.engine().missing_facts) == []
 
 
 def test_what_the_template_strips_is_found_anew_with_other_markers(llm: Any, agent: Any, control: Control) -> None:
