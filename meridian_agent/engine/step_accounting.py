@@ -26,15 +26,13 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
-    from meridian_agent.core.sentences import States
-    from meridian_agent.core.step_record import TextStep
     from meridian_agent.core.step_signals import SignalBytes
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.engine.calm_steps import CalmSteps
     from meridian_agent.engine.hand_over import HandOverRunner
     from meridian_agent.engine.probe_runner import ProbeRunner
     from meridian_agent.link.lease import Lease
-    from meridian_agent.link.outbox import Outbox
+    from meridian_agent.link.outbox import Outbox, RecordRing
     from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
     from meridian_agent.vllm_types import (
         EngineCoreOutput,
@@ -156,7 +154,7 @@ class StepAccounting:
         self._phase_numbers.add_to(stats, now_s)
         self._calm.find_due(scheduler)
         facts = self._step_time_ms(now_s), self._prefill_tokens(), self.state
-        self._queue_texts([(scheduler.current_step, now_s, *facts, tokens, signals)], [self._run.text_states])
+        self._queue_text((scheduler.current_step, now_s, *facts, tokens, signals))
         return True
 
     def make_room(self) -> None:
@@ -219,36 +217,50 @@ class StepAccounting:
         if not self.postponed:
             return
         postponed, self.postponed = self.postponed, []
-        run, loops = self._run, self._tracker.loops.enabled
-        states: list[States] = []
-        for *_, tokens, _ in postponed:
-            run.count_text(tokens)
-            states.append(run.text_states)
-            if loops:
-                self._tracker.look_for_loops()
-        # If the engine has stood still since, nothing has been unheard for that long.
-        self._queue_texts(postponed, states, self._lease.clock() - POSTPONED_S)
-
-    def _queue_texts(self, texts: Sequence[PostponedStep], states: Sequence[States], earliest_s: float = 0.0) -> None:
-        """Queue the records of steps of text, which the run has counted. states: the run's text states after each step.
-        earliest_s: time on the lease's clock at which each step has ended at the earliest."""
         tracker, run = self._tracker, self._run
-        steps: list[TextStep] = []
-        slots, phases, rows, sentences = run.slots, run.phases, run.rows, run.sentences
-        for (number, ended_s, step_time_ms, prefill_tokens, state, tokens, signals), after in zip(
-            texts, states, strict=True
-        ):
+        # If the engine has stood still since, nothing has been unheard for that long.
+        earliest_s, loops = self._lease.clock() - POSTPONED_S, tracker.loops.enabled
+        number, steps = len(postponed), list[Any]()
+        no_looks = not loops or tracker.loops.turns_of_none(number) == number
+        ring = self._ring_for(number, max(postponed[0][1], earliest_s), postponed[-1][1]) if no_looks else None
+        for at, ended_s, step_time_ms, prefill_tokens, state, tokens, signals in postponed:
+            run.count_text(tokens)
+            if loops:
+                tracker.look_for_loops()
             counted = max(ended_s, earliest_s), step_time_ms, prefill_tokens, state
-            lengths = run.lengths_for(signals) if run.tokens_per_step > 1 else ()
-            columns = slots, phases, rows, tokens, sentences, after, signals, lengths
-            if tracker.begun is None:
-                steps.append((tracker.number(number), *counted, *columns))
+            if ring is None:
+                # A snapshot that precedes this step's record has what is counted by now.
+                self._queue_text((at, *counted, tokens, signals))
             else:
-                tracker.begun.tell((number, *counted, *columns))
-                self.send()
-        if steps and not self._outbox.send_texts(steps):
-            for step in steps:
-                self._outbox.send(StepRecord(*step), tracker.snapshot)
+                steps.append((tracker.number(at), *counted, *self._columns(tokens, signals)))
+        if ring is not None:
+            ring.lay_all(steps)
+
+    def _queue_text(self, facts: PostponedStep) -> None:
+        """Queue the record of a step of text, which the run has counted."""
+        tracker = self._tracker
+        number, *counted, tokens, signals = facts
+        columns = self._columns(tokens, signals)
+        if tracker.begun is not None:
+            tracker.begun.tell((number, *counted, *columns))
+            self.send()
+            return
+        ring, step = self._ring_for(1, facts[1], facts[1]), (tracker.number(number), *counted, *columns)
+        if ring is None:
+            self._outbox.send(StepRecord(*step), tracker.snapshot)
+        else:
+            ring.lay(step)
+
+    def _ring_for(self, number: int, first_s: float, last_s: float) -> RecordRing | None:
+        """Return the ring for steps of text whose records need no snapshot and belong to no record that has begun; None
+        if they do. Arguments: as of `Outbox.ring_for_texts`."""
+        return None if self._tracker.begun is not None else self._outbox.ring_for_texts(number, first_s, last_s)
+
+    def _columns(self, tokens: list[int], signals: SignalBytes | None) -> Any:
+        """Return the fields of a TextStep that follow the agent's state, for the step that the run has counted last."""
+        run = self._run
+        lengths = run.lengths_for(signals) if run.tokens_per_step > 1 else ()
+        return run.slots, run.phases, run.rows, tokens, run.sentences, run.text_states, signals, lengths
 
     def _prefill_tokens(self) -> int:
         """Return the prompt tokens of the step whose outputs are being processed."""

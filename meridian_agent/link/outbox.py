@@ -23,7 +23,7 @@ from meridian_agent.link.record_queue import RecordQueue
 from meridian_agent.link.unreported import SILENT_S, Unreported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from meridian_agent.link.lease import Lease
 
@@ -144,21 +144,23 @@ class Outbox:
         # Decisions about a request's first tokens follow from the record in which it begins.
         self.ring.lay(record, record.presses, due=bool(record.opened))
 
-    def send_texts(self, steps: Sequence[TextStep]) -> bool:
-        """Queue steps of text, at least one, which wait for others. Return False if only `send` can queue them, as
-        records. Never waits."""
+    def ring_for_texts(self, number: int, first_s: float, last_s: float) -> RecordRing | None:
+        """Return the ring on which so many steps of text may be laid, and note that they are; they wait for others.
+        Return None if only `send` can queue them, as records. Never waits.
+
+        first_s, last_s: times on the lease's clock at which the first and the last of them have ended.
+        """
         lease, ring = self._lease, self.ring
         if lease.attention or lease.idle or not (self._streaming and lease.connected) or self.snapshot_due:
-            return False
-        if ring.qsize() + len(steps) > RING_RECORDS:
-            return False
+            return None
+        if ring.qsize() + number > RING_RECORDS:
+            return None
         if (since := lease.unheard_since) is None:
-            lease.asks(steps[0][1])
-        elif steps[-1][1] - since > SILENT_S:
-            return False
+            lease.asks(first_s)
+        elif last_s - since > SILENT_S:
+            return None
         self._said = ()
-        ring.lay_all(steps)
-        return True
+        return ring
 
     def says_nothing_new(self, record: StepRecord, is_live: bool) -> bool:
         """Return whether the record of a step that computed no text need not be sent. vLLM makes some hundred such

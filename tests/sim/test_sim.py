@@ -35,7 +35,8 @@ CAP = "meridian_max_think_tokens"
 
 
 def test_seeds() -> None:
-    for seed in range(40):
+    # In the last one a snapshot had what postponed steps brought, whose records followed it.
+    for seed in (*range(40), 71845):
         run(seed)
 
 
