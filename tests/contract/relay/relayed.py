@@ -102,7 +102,7 @@ async def relaying(*thinking: str, drain_s: float = LONG_S) -> AsyncIterator[Rel
     registry = CollectorRegistry()
     relay = Relay(list(thinking), MARKER, registry, drain_s)
     with (
-        patch.multiple(engines_module, CONNECT_S=LONG_S, ANSWER_S=LONG_S),
+        patch.multiple(engines_module, CONNECT_S=LONG_S, ANSWER_S=LONG_S, SKIP_S=LONG_S),
         patch.object(exchange_module, "USAGE_S", LONG_S),
     ):
         port = await relay.start("127.0.0.1", 0)
