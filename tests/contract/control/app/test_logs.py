@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -127,22 +128,26 @@ def engine_process(control: Logged, name: str) -> Iterator[subprocess.Popen[byte
 
 def test_engines_that_are_killed_come_back_or_shut_down(control: Logged) -> None:
     """An engine that stays away is a warning, and `wait` expects it back; the others are neither."""
-    with (
-        engine_process(control, "killed"),
-        engine_process(control, "again"),
-        engine_process(control, "closed") as closed,
-    ):
+    with engine_process(control, "closed") as closed:
         assert closed.stdin is not None
         closed.stdin.close()
         assert closed.wait(60) == 0
-    with LinkedEngine([control.target], "again"):
-        # This engine was killed last, so it is lost last.
-        line = control.line("engine killed (1) is lost")
-        assert " WARNING " in line
-        for name in ("again", "closed"):
-            assert not control.lines(f"engine {name} (1) is lost")
-        assert " INFO " in control.line("engine closed left: agent_closed")
-        assert {e.engine_id: e.lost for e in control.engines()} == {"killed": True, "again": False, "closed": False}
+    with engine_process(control, "killed") as killed:
+        with engine_process(control, "again"):
+            # However slow this process is, the control plane does not wait for the engine for too long.
+            control.process.signal(signal.SIGSTOP)
+        with LinkedEngine([control.target], "again") as again:
+            control.process.signal(signal.SIGCONT)
+            wait_for(lambda: again.link.lease.connected, 30, "the engine to come back")
+            # This engine is killed last, so it is lost last.
+            killed.kill()
+            line = control.line("engine killed (1) is lost")
+            assert " WARNING " in line
+            for name in ("again", "closed"):
+                assert not control.lines(f"engine {name} (1) is lost")
+            assert " INFO " in control.line("engine closed left: agent_closed")
+            lost = {e.engine_id: e.lost for e in control.engines()}
+            assert lost == {"killed": True, "again": False, "closed": False}
 
 
 def test_two_engines_of_one_name(control: Logged, caplog: pytest.LogCaptureFixture) -> None:
