@@ -36,6 +36,7 @@ from tests.fakes.fleets import requests_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.needed import CHROMIUM
+from tests.processes import BUSY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -280,6 +281,8 @@ def _soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 async def browsing(browser: Browser) -> AsyncIterator[tuple[Page, list[str]]]:
     """Yield a page in a profile of its own, and the list of the page's errors and warnings."""
     page = await browser.new_page()
+    # Playwright's own limit of 30 s is for a machine that is not busy.
+    page.set_default_timeout(30_000 * BUSY)
     complaints: list[str] = []
     page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda e: complaints.append(str(e)))
