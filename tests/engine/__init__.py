@@ -10,6 +10,8 @@ from tests.data import maze
 from tests.processes import MODEL
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.engine.pacing import Settled
 
 ENGINE_ARGS: dict[str, Any] = {
@@ -116,7 +118,7 @@ class Run:
                 self.stopped[output.request_id] = output.outputs[0].stop_reason
         return bool(outputs)
 
-    def until(self, done: Any = None, limit: int = 3000, settled: Settled | None = None) -> None:
+    def until(self, done: Any = None, limit: int = 3000, settled: Callable[[], object] | None = None) -> None:
         """Step until `done()` is true, or until no request is left.
 
         With `settled`, each step waits until the reports before it are answered. A step that gives nothing, as when all

@@ -200,9 +200,19 @@ def rules(engine: Engine) -> None:
     free = engine.stock.ask(asks)
     before = engine.control.settled().ends["eat"]
     engine.control.apply(HELD)
-    # The engine steps as fast as it can, so only the hold keeps decisions from being late.
+    probing = engine.agent.probing
+
+    def in_time() -> None:
+        """Let the control plane keep pace until it has asked for a probe; then only the hold keeps its decision from
+        being late."""
+        if not (probing.placed or probing.held or engine.agent.directives.probes):
+            engine.settled()
+
+    run = engine.run({f"r{i}": ask for i, ask in enumerate(asks)})
     with engine.watched() as seen, _past_ends(engine) as past:
-        governed = engine.tokens(asks)
+        run.until(settled=in_time)
+        engine.drain()
+    governed = list(run.tokens.values())
     late = []
     for (stock,), after, said in zip(free, governed, seen, strict=True):
         at = after.index(engine.end) if engine.end in after else len(after)
