@@ -80,7 +80,9 @@ def test_tokens_that_no_rule_reads_are_not_measured(llm: Any, agent: Any, contro
     assert compared > 10
 
 
-def test_in_shadow_a_sample_is_measured_and_in_force_all_are(llm: Any, agent: Any, control: Control) -> None:
+def test_in_shadow_a_sample_is_measured_and_in_force_all_are(
+    llm: Any, agent: Any, control: Control, settled: Settled
+) -> None:
     """Without a request of the sample the worker is asked for nothing. A request that runs when a rule comes into force
     is measured from then on."""
     params = SamplingParams(temperature=1.0, max_tokens=30, seed=7, ignore_eos=True)
@@ -88,8 +90,9 @@ def test_in_shadow_a_sample_is_measured_and_in_force_all_are(llm: Any, agent: An
     def measured(ratio: float) -> tuple[int, int]:
         control.apply({**DENSE, "telemetry": {"shadow_sample_ratio": ratio}})
         before = agent.probing.tokens
+        # The control plane keeps pace, so it asks for probes before the measured requests have ended.
         with records(agent) as seen:
-            chat(llm, cases() * 4, params)
+            paced(llm, cases() * 4, params, settled)
         signals = [any(row[3] for row in of) for of in rows(seen).values()]
         assert len(signals) == 4 * len(cases())
         assert (agent.probing.tokens > before) == any(signals)
