@@ -125,7 +125,8 @@ def test_it_comes_back_by_itself(
     llm: Any, agent: Any, scheduler: Any, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests go on meanwhile, and their tokens count afterwards; the fault stays visible."""
-    monkeypatch.setattr(guard_module, "RESTS_S", (2.0, 3600.0))
+    # A busy control plane may hear of the fault only after a short rest.
+    monkeypatch.setattr(guard_module, "RESTS_S", (3600.0, 3600.0))
     engine_id = control.engine().engine_id
     control.apply({"scheduler": {"max_think_tokens": 200}})
     run = Run(llm)
@@ -140,7 +141,9 @@ def test_it_comes_back_by_itself(
     run.step()
     shown = control.faulty(engine_id)
     assert shown.HasField("recover_time")
-    wait_for(lambda: scheduler._guard.rest_s() <= 0, 20, "its rest to be over")
+    scheduler._guard._back_at = 0.0
+    # A stream whose Hello reports a rest lasts as long as the rest.
+    scheduler._lifecycle.link.restart()
     run.until(lambda: scheduler._agent is not None)
     again = scheduler._agent
     assert again is not agent
@@ -152,8 +155,9 @@ def test_it_comes_back_by_itself(
     end = again.tracker.markers.end[0]
     assert {name: run.tokens[name].index(end) for name in run.tokens} == dict.fromkeys(run.tokens, 200)
     assert {name: run.tokens[name].count(end) for name in run.tokens} == dict.fromkeys(run.tokens, 1)
+    wait_for(lambda: not control.engine().fault, 20, "the agent to be back")
     shown = control.settled()
-    assert (shown.fault, dict(shown.faults)) == ("", {"after_update": 1})
+    assert dict(shown.faults) == {"after_update": 1}
     assert shown.last_fault.startswith(f"after_update: RuntimeError at {__name__}:")
     # The agent fails as often as it may come back; after that it stays off.
     _break(again, "before_schedule")
