@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 from vllm import SamplingParams
 
+from meridian_agent.core.request_info import in_sample
 from meridian_agent.vllm_adapter.model_fingerprint import fingerprint
 from meridian_control.capabilities.control_group.requests import MAX_GAP_TOKENS, MISSING_GAPS, gap_tokens
 from meridian_control.capabilities.self_calibration.episodes import Episode, name_of
@@ -54,13 +55,13 @@ def test_the_sample_in_shadow_is_recorded_as_the_engine_measures_it(
     control.settled()
     # This small engine refuses probes for want of room, so that perhaps none of few measured requests has a probe near
     # its end; such requests tell nothing, and others are asked for.
-    for _ in range(5):
+    for _ in range(20):
         with records(agent) as seen:
-            # vLLM adds random letters to ids, so of few requests all might be in the sample, or none.
             tokens = paced(llm, [*CASES, *CASES], GREEDY, settled)
         assert tokens == [*free, *free], "self-calibration in shadow changes no token"
         measured = probes(seen)
-        assert len(measured) < len(tokens), "the sample is measured, and nobody else"
+        share = ASKED["telemetry"]["shadow_sample_ratio"]
+        assert all(in_sample(name, share) for name in measured), "the sample is measured, and nobody else"
         control.settled()
         natural = {name: tokens[int(name.split("-")[1])].index(end) for name in measured}
         near = {name: MISSING_GAPS * gap_tokens(natural[name], MAX_GAP_TOKENS) for name in measured}
