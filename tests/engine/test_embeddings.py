@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.data import maze
+from tests.engine.test_client_ids import explained
 from tests.processes import MODEL, RPC_S
 
 if TYPE_CHECKING:
@@ -44,12 +45,13 @@ def embedded() -> Callable[..., tuple[list[int], str]]:
     return render
 
 
-def complete(server: Served, **body: Any) -> list[int]:
-    """Return the generated tokens of a completion."""
+def complete(server: Served, control: Control, **body: Any) -> list[int]:
+    """Return the generated tokens of a completion, once the control plane knows its end."""
     sent = {"model": "maze", "temperature": 0.0, "max_tokens": TOKENS, "return_token_ids": True, **body}
     url = f"http://127.0.0.1:{server.port}/v1/completions"
     answer = httpx.post(url, json=sent, timeout=RPC_S * 5, verify=False)
     assert answer.status_code == 200, answer.text
+    explained(control, answer.json()["id"])
     return list(answer.json()["choices"][0]["token_ids"])
 
 
@@ -59,11 +61,11 @@ def test_what_a_prompt_of_embeddings_opens_is_as_on_stock_vllm_and_said(
     server, control = apart
     ids, rows = embedded(open_think=True)
     control.apply({"entropy": {"enabled": False}})
-    free = complete(server, prompt=ids)
+    free = complete(server, control, prompt=ids)
     limits = {"max_think_tokens": CAP, "answer_reserve_tokens": 9, "answer_reserve_for": "all"}
     control.apply({"entropy": {"enabled": False}, "scheduler": limits})
-    assert complete(server, prompt=ids) != free, "a prompt of tokens is capped"
-    assert complete(server, prompt_embeds=rows) == free
+    assert complete(server, control, prompt=ids) != free, "a prompt of tokens is capped"
+    assert complete(server, control, prompt_embeds=rows) == free
     assert control.settled().unread_prompts == 1
     text = httpx.get(f"http://{control.options[-1]}/metrics", timeout=RPC_S, verify=False).text
     assert "meridian_unread_prompts_total 1.0" in text
@@ -75,7 +77,7 @@ def test_thinking_that_the_model_opens_after_embeddings_is_capped(
     server, control = apart
     ids, rows = embedded()
     control.apply({"entropy": {"enabled": False}, "scheduler": {"max_think_tokens": CAP}})
-    capped = complete(server, prompt=ids)
+    capped = complete(server, control, prompt=ids)
     before = control.settled().ends.get("hard_cap", 0)
-    assert complete(server, prompt_embeds=rows) == capped
+    assert complete(server, control, prompt_embeds=rows) == capped
     assert control.settled().ends["hard_cap"] == before + 1
