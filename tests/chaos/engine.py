@@ -141,7 +141,11 @@ def main() -> None:
     import torch
     import vllm
 
+    from meridian_agent.core import plain_log
+
     torch.set_num_threads(1)
+    # The log is to have a line for each fault, however often a busy machine ends the short leases.
+    plain_log.BURST = sys.maxsize
     llm = vllm.LLM(**settings["engine"])
     with Client(sys.argv[1], "AF_UNIX") as connection:
         connection.send("ready")
