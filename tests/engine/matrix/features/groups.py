@@ -32,11 +32,12 @@ def groups(engine: Engine) -> None:
     asks = [Ask(engine.prompt(i), {**params, "seed": i}) for i in range(4)]
     expected = engine.stock.draw(asks)
     engine.control.apply(DENSE)
-    answers, seen = engine.observe(asks)
-    assert answers == expected
-    for ask, (answer,), said in zip(asks, answers, seen, strict=True):
-        engine.check_phases(ask.prompt, answer.tokens, said)
-        _check_probes(engine, ask.prompt, answer.tokens, said)
+    with engine.watched() as seen:
+        runs = engine.paced(asks)
+    assert runs == [answer.tokens for (answer,) in expected]
+    for ask, tokens, said in zip(asks, runs, seen, strict=True):
+        engine.check_phases(ask.prompt, tokens, said)
+        _check_probes(engine, ask.prompt, tokens, said)
     cap = 20
     engine.control.apply({"scheduler": {"max_think_tokens": cap}})
     for (free,), after in zip(expected, engine.tokens(asks), strict=True):

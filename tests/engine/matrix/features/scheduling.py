@@ -197,19 +197,18 @@ def chunked(engine: Engine) -> None:
     engine.control.apply(DENSE)
     asks = [Ask(engine.prompt(i, CLOSED if i == 3 else None), {**GREEDY, "max_tokens": 80}) for i in range(6)]
     assert all(len(ask.prompt) > 2 * engine.scheduler.max_num_scheduled_tokens for ask in asks)
-    with _probes_beside_pieces(engine) as totals:
-        answers, seen = engine.observe(asks)
+    with _probes_beside_pieces(engine) as totals, engine.watched() as seen:
+        runs = engine.paced(asks)
     assert set(totals) == {16}, "a step with a probe and a prompt in pieces is as full as any"
-    assert answers == engine.stock.ask(asks)
-    for ask, (answer,), said in zip(asks, answers, seen, strict=True):
-        engine.check_phases(ask.prompt, answer.tokens, said, ask is asks[3])
-        engine.check_signals(ask.prompt, answer.tokens, said)
-        engine.check_probes(ask.prompt, answer.tokens, said)
+    assert runs == [answer.tokens for (answer,) in engine.stock.ask(asks)]
+    for ask, tokens, said in zip(asks, runs, seen, strict=True):
+        engine.check_phases(ask.prompt, tokens, said, ask is asks[3])
+        engine.check_signals(ask.prompt, tokens, said)
+        engine.check_probes(ask.prompt, tokens, said)
     assert any(said.probes for said in seen)
     engine.control.apply({"scheduler": {"max_think_tokens": 7}})
-    capped = engine.tokens(asks[:3])
-    for (before,), after in zip(answers, capped, strict=False):
-        engine.check_ends_once(before.tokens, after, 7)
+    for before, after in zip(runs, engine.tokens(asks[:3]), strict=False):
+        engine.check_ends_once(before, after, 7)
 
 
 @contextlib.contextmanager
