@@ -117,6 +117,17 @@ async def all_of(served: Served, **extra: Any) -> list[tuple[str, str, str]]:
     return list(await asyncio.gather(*(stream(served, prompt, **extra) for prompt in PROMPTS)))
 
 
+@contextlib.contextmanager
+def paused(served: Served) -> Iterator[None]:
+    """Let the engine make no step inside the block. The server runs in vLLM's development mode."""
+    url = f"http://127.0.0.1:{served.port}"
+    assert httpx.post(f"{url}/pause", params={"mode": "keep"}, timeout=RPC_S, verify=False).status_code == 200
+    try:
+        yield
+    finally:
+        assert httpx.post(f"{url}/resume", timeout=RPC_S, verify=False).status_code == 200
+
+
 def phase_metrics(port: int, *engines: str) -> defaultdict[str, float]:
     """Return the agent's metrics in vLLM's own /metrics, by name and phase: sums over these engines, or over all."""
     text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=RPC_S, verify=False).text

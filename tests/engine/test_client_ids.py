@@ -18,7 +18,7 @@ from tests.data import maze
 from tests.engine import SHORT
 from tests.engine.ctl import ctl
 from tests.engine.policies import NEUTRAL
-from tests.engine.served import stream
+from tests.engine.served import paused, stream
 from tests.processes import RPC_S, Control, wait_for
 
 if TYPE_CHECKING:
@@ -148,15 +148,18 @@ def test_a_live_call_is_offered_by_its_choices(apart: tuple[Served, Control]) ->
                 extra_body={"ignore_eos": True, "request_id": "two"},
             )
             await anext(aiter(chunks))
-            await asyncio.to_thread(wait_for, lambda: len(control.requests()) == 2, 60, "both choices")
-            offered = await asyncio.to_thread(
-                CliRunner().invoke, app, ["--server", control.target, "end", "chatcmpl-two"]
-            )
-            assert "0_chatcmpl-two-" in offered.output
-            assert "1_chatcmpl-two-" in offered.output
-            shown = await asyncio.to_thread(ctl, control, "requests", "--request", "two", "-o", "json")
-            assert len(json.loads(shown)) == 2
-            assert json.loads(await asyncio.to_thread(ctl, control, "requests", "--request", "x", "-o", "json")) == []
+            # However slow the commands are, the call is live until they have ended.
+            with paused(served):
+                await asyncio.to_thread(wait_for, lambda: len(control.requests()) == 2, 60, "both choices")
+                offered = await asyncio.to_thread(
+                    CliRunner().invoke, app, ["--server", control.target, "end", "chatcmpl-two"]
+                )
+                assert "0_chatcmpl-two-" in offered.output
+                assert "1_chatcmpl-two-" in offered.output
+                shown = await asyncio.to_thread(ctl, control, "requests", "--request", "two", "-o", "json")
+                assert len(json.loads(shown)) == 2
+                shown = await asyncio.to_thread(ctl, control, "requests", "--request", "x", "-o", "json")
+                assert json.loads(shown) == []
             await chunks.close()
 
     asyncio.run(run())
