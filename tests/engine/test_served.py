@@ -6,7 +6,6 @@ Engine and control plane authenticate by certificates (mTLS); the engine's certi
 from __future__ import annotations
 
 import asyncio
-import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -99,16 +98,17 @@ async def test_life_without_with_and_after_the_control_plane(
         assert await all_of(server) == alone
         wait_for(lambda: control.engine().token_events > 0, 20, "token rows")
 
-        seen = control.engine().token_events
-        streaming = asyncio.gather(*(all_of(server) for _ in range(ROUNDS)))
-        await asyncio.to_thread(
-            wait_for, lambda: control.engine().token_events > seen, 20, "token rows of the new requests"
-        )
-        control.process.signal(signal.SIGKILL)
+        streaming, tries = asyncio.gather(*(all_of(server) for _ in range(ROUNDS))), 1
+        # On a busy machine all answers may have ended before a request is seen.
+        while not await asyncio.to_thread(control.requests) or streaming.done():
+            if streaming.done():
+                assert streaming.result() == [alone] * ROUNDS
+                streaming, tries = asyncio.gather(*(all_of(server) for _ in range(ROUNDS))), tries + 1
+            await asyncio.sleep(0.01)
         control.process.kill()
         assert not streaming.done()
         assert await streaming == [alone] * ROUNDS
-        sent = before + 1 + ROUNDS
+        sent = before + 1 + tries * ROUNDS
         assert await asyncio.to_thread(think_tokens_after, server, sent * len(alone)) == sent * once
 
         control.start()
