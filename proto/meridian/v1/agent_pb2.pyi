@@ -1744,7 +1744,7 @@ class StepReport(_message.Message):
     prefill_tokens: _builtins.int
     """Number of prompt tokens that the last step computed."""
     state: Global___AgentState.ValueType
-    """State of the agent when the last step began."""
+    """State of the agent when the last step began; when it ended, if the engine fell idle with it."""
     @_builtins.property
     def opened(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]:
         """Requests that the engine accepted."""
