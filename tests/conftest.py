@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # A busy machine would exceed Hypothesis's own time limits. Each run tries other examples, so a few in each suffice.
-settings.register_profile("meridian", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "25"))
+settings.register_profile(
+    "meridian", max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("meridian")
 
 # Otherwise each run of the command line builds the tree of all commands anew.
