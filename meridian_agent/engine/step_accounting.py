@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
     from meridian_agent.core.directives import Directives
     from meridian_agent.core.live_request import LiveRequest
+    from meridian_agent.core.step_record import TextStep
     from meridian_agent.core.step_signals import SignalBytes
     from meridian_agent.core.tracker import Tracker
     from meridian_agent.engine.calm_steps import CalmSteps
     from meridian_agent.engine.hand_over import HandOverRunner
     from meridian_agent.engine.probe_runner import ProbeRunner
     from meridian_agent.link.lease import Lease
-    from meridian_agent.link.outbox import Outbox, RecordRing
+    from meridian_agent.link.outbox import Outbox
     from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
     from meridian_agent.vllm_types import (
         EngineCoreOutput,
@@ -217,50 +218,28 @@ class StepAccounting:
         if not self.postponed:
             return
         postponed, self.postponed = self.postponed, []
-        tracker, run = self._tracker, self._run
         # If the engine has stood still since, nothing has been unheard for that long.
-        earliest_s, loops = self._lease.clock() - POSTPONED_S, tracker.loops.enabled
-        number, steps = len(postponed), list[Any]()
-        no_looks = not loops or tracker.loops.turns_of_none(number) == number
-        ring = self._ring_for(number, max(postponed[0][1], earliest_s), postponed[-1][1]) if no_looks else None
-        for at, ended_s, step_time_ms, prefill_tokens, state, tokens, signals in postponed:
-            run.count_text(tokens)
-            if loops:
-                tracker.look_for_loops()
-            counted = max(ended_s, earliest_s), step_time_ms, prefill_tokens, state
-            if ring is None:
-                # A snapshot that precedes this step's record has what is counted by now.
-                self._queue_text((at, *counted, tokens, signals))
-            else:
-                steps.append((tracker.number(at), *counted, *self._columns(tokens, signals)))
-        if ring is not None:
-            ring.lay_all(steps)
+        earliest_s = self._lease.clock() - POSTPONED_S
+        for step in postponed:
+            self._run.count_text(step[-2])
+            if self._tracker.loops.enabled:
+                self._tracker.look_for_loops()
+            self._queue_text((step[0], max(step[1], earliest_s), *step[2:]))
 
     def _queue_text(self, facts: PostponedStep) -> None:
         """Queue the record of a step of text, which the run has counted."""
-        tracker = self._tracker
-        number, *counted, tokens, signals = facts
-        columns = self._columns(tokens, signals)
-        if tracker.begun is not None:
-            tracker.begun.tell((number, *counted, *columns))
-            self.send()
-            return
-        ring, step = self._ring_for(1, facts[1], facts[1]), (tracker.number(number), *counted, *columns)
-        if ring is None:
-            self._outbox.send(StepRecord(*step), tracker.snapshot)
-        else:
-            ring.lay(step)
-
-    def _ring_for(self, number: int, first_s: float, last_s: float) -> RecordRing | None:
-        """Return the ring for steps of text whose records need no snapshot and belong to no record that has begun; None
-        if they do. Arguments: as of `Outbox.ring_for_texts`."""
-        return None if self._tracker.begun is not None else self._outbox.ring_for_texts(number, first_s, last_s)
-
-    def _columns(self, tokens: list[int], signals: SignalBytes | None) -> Any:
-        """Return the fields of a TextStep that follow the agent's state, for the step that the run has counted last."""
-        run = self._run
+        tracker, run = self._tracker, self._run
+        number, ended_s, step_time_ms, prefill_tokens, state, tokens, signals = facts
         lengths = run.lengths_for(signals) if run.tokens_per_step > 1 else ()
-        return run.slots, run.phases, run.rows, tokens, run.sentences, run.text_states, signals, lengths
+        counted = ended_s, step_time_ms, prefill_tokens, state
+        columns = run.slots, run.phases, run.rows, tokens, run.sentences, run.text_states, signals, lengths
+        if tracker.begun is None:
+            step: TextStep = (tracker.number(number), *counted, *columns)
+            if not self._outbox.send_text(step):
+                self._outbox.send(StepRecord(*step), tracker.snapshot)
+            return
+        tracker.begun.tell((number, *counted, *columns))
+        self.send()
 
     def _prefill_tokens(self) -> int:
         """Return the prompt tokens of the step whose outputs are being processed."""

@@ -144,23 +144,21 @@ class Outbox:
         # Decisions about a request's first tokens follow from the record in which it begins.
         self.ring.lay(record, record.presses, due=bool(record.opened))
 
-    def ring_for_texts(self, number: int, first_s: float, last_s: float) -> RecordRing | None:
-        """Return the ring on which so many steps of text may be laid, and note that they are; they wait for others.
-        Return None if only `send` can queue them, as records. Never waits.
-
-        first_s, last_s: times on the lease's clock at which the first and the last of them have ended.
-        """
+    def send_text(self, step: TextStep) -> bool:
+        """Queue a step of text, which waits for others. Return False if only `send` can queue it, as a record. Never
+        waits."""
         lease, ring = self._lease, self.ring
         if lease.attention or lease.idle or not (self._streaming and lease.connected) or self.snapshot_due:
-            return None
-        if ring.qsize() + number > RING_RECORDS:
-            return None
+            return False
+        if ring.qsize() >= RING_RECORDS:
+            return False
         if (since := lease.unheard_since) is None:
-            lease.asks(first_s)
-        elif last_s - since > SILENT_S:
-            return None
+            lease.asks(step[1])
+        elif step[1] - since > SILENT_S:
+            return False
         self._said = ()
-        return ring
+        ring.lay(step)
+        return True
 
     def says_nothing_new(self, record: StepRecord, is_live: bool) -> bool:
         """Return whether the record of a step that computed no text need not be sent. vLLM makes some hundred such

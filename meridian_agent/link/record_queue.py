@@ -10,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections import deque
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -38,10 +35,6 @@ class RecordQueue(Generic[T]):
         self._laid_pressing += presses
         self._laid_due += due
         self._items.append(item)
-
-    def lay_all(self, items: Iterable[T]) -> None:
-        """Add items that are neither urgent nor due, without waking the reader."""
-        self._items.extend(items)
 
     @property
     def presses(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from meridian_agent.core.step_record import MeasuredProbe, StepRecord
@@ -18,30 +17,25 @@ def records(agent: Any) -> Iterator[list[Any]]:
     """Yield a list that gets the step records sent inside the block."""
     seen: list[Any] = []
     outbox = agent.link.outbox
-    send, ring_for_texts = outbox.send, outbox.ring_for_texts
+    send, send_text = outbox.send, outbox.send_text
 
     def watch(record: Any, snapshot: Any) -> None:
         record.spread()
         seen.append((record, list(record.opened), list(record.slots), list(record.closed)))
         send(record, snapshot)
 
-    def watched_ring(*args: Any) -> Any:
-        ring = ring_for_texts(*args)
+    def watch_text(step: Any) -> bool:
+        if sent := send_text(step):
+            record = StepRecord(*step)
+            record.spread()
+            seen.append((record, [], record.slots, []))
+        return bool(sent)
 
-        def watch_texts(steps: Any) -> None:
-            for step in steps:
-                record = StepRecord(*step)
-                record.spread()
-                seen.append((record, [], record.slots, []))
-            ring.lay_all(steps)
-
-        return ring and SimpleNamespace(lay=lambda step: watch_texts([step]), lay_all=watch_texts)
-
-    outbox.send, outbox.ring_for_texts = watch, watched_ring
+    outbox.send, outbox.send_text = watch, watch_text
     try:
         yield seen
     finally:
-        outbox.send, outbox.ring_for_texts = send, ring_for_texts
+        outbox.send, outbox.send_text = send, send_text
 
 
 def probes(seen: list[Any]) -> dict[str, list[MeasuredProbe]]:

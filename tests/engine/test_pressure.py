@@ -114,7 +114,7 @@ def tell(patch: pytest.MonkeyPatch, agent: Any, step_time_ms: Callable[[int, int
         send(outbox, record, snapshot)
 
     patch.setattr(outbox, "send", priced)
-    patch.setattr(outbox, "ring_for_texts", lambda *_: None)
+    patch.setattr(outbox, "send_text", lambda _: False)
 
 
 @pytest.fixture

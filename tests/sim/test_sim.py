@@ -35,7 +35,7 @@ CAP = "meridian_max_think_tokens"
 
 
 def test_seeds() -> None:
-    # In the last one a snapshot had what postponed steps brought, whose records followed it.
+    # In the last one snapshots come while steps are postponed; their tokens must not count twice.
     for seed in (*range(40), 71845):
         run(seed)
 

@@ -51,8 +51,8 @@ class Engine:
         # The records that were sent, and how many steps were accounted without a record of their own.
         self.sent: list[StepRecord] = []
         self.texts = 0
-        self.ring = SimpleNamespace(lacks=lambda: 100, lay=lambda step: self.lay([step]), lay_all=self.lay)
-        outbox: Any = SimpleNamespace(ring_for_texts=lambda *_: self.ring, unreported=Unreported(), ring=self.ring)
+        self.ring = SimpleNamespace(lacks=lambda: 100)
+        outbox: Any = SimpleNamespace(send_text=self.send_text, unreported=Unreported(), ring=self.ring)
         outbox.send = lambda record, _: self.sent.append(record)
         others: Any = {
             "calm": (calm := SimpleNamespace(find_due=lambda _: None, awaited={}, due={})),
@@ -64,10 +64,11 @@ class Engine:
         others["phase_numbers"] = PhaseNumberSender(self.tracker)
         self.accounts = StepAccounting(self.tracker, directives, self.probing, hand_over, **others)
 
-    def lay(self, steps: list[TextStep]) -> None:
-        self.texts += len(steps)
+    def send_text(self, step: TextStep) -> bool:
+        self.texts += 1
         # The outbox reads the gauges when it makes the report.
-        self.sent += [StepRecord(*step, gauges=GAUGES) for step in steps]
+        self.sent.append(StepRecord(*step, gauges=GAUGES))
+        return True
 
     def open(self, name: str, prompt: list[int]) -> None:
         ref = SimpleNamespace(sampling_params=SimpleNamespace(all_stop_token_ids={9}), output_token_ids=[])

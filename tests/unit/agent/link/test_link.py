@@ -13,6 +13,7 @@ import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_agent.core.bad_settings import BadSettings
+from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES
 from meridian_agent.core.step_record import Gauges, StepRecord
 from meridian_agent.link.control_stream import MIN_HEARTBEAT_S, REFUSED, REFUSED_S, ControlStream
 
@@ -257,7 +258,8 @@ def test_a_step_of_nothing_is_told_unless_its_numbers_are_those_told_last(betwee
     if between == "other numbers":
         outbox.send(of_nothing(0.5), list)
     elif between == "a step of text":
-        assert outbox.ring_for_texts(1, 1.0, 1.0) is outbox.ring
+        step: Any = [1, 1.0, 5.0, 0, 1, [], [], [], [], NO_SENTENCES, NO_STATES, None, ()]
+        assert outbox.send_text(tuple(step))
     elif between == "a new stream":
         outbox.new_ring()
     assert outbox.says_nothing_new(of_nothing(0.0), is_live=False) == (between == "nothing")

@@ -155,10 +155,9 @@ def test_steps_of_text_notice_silence_too() -> None:
     made.link.lease.give_attention()
 
     def text(at_s: float) -> bool:
-        ring = made.link.outbox.ring_for_texts(1, at_s, at_s)
-        if ring is not None:
-            ring.lay((record.step, at_s, 0, 0, 0, [], [], [], (), NO_SENTENCES, NO_STATES, None, ()))
-        return ring is not None
+        return made.link.outbox.send_text(
+            (record.step, at_s, 0, 0, 0, [], [], [], (), NO_SENTENCES, NO_STATES, None, ())
+        )
 
     assert text(made.now_s)
     assert text(made.now_s + SILENT_S)
