@@ -103,8 +103,9 @@ class Outbox:
         # Rows of the last step of the newest report, and the step's milliseconds.
         self._rows, self._step_ms = 0, math.inf
         # Time at which the newest record was queued, and what it says of the engine: the agent's state and the gauges;
-        # empty on a new stream, and if the gauges are read later.
-        self._sent_s, self._said = -math.inf, tuple[Any, ...]()
+        # None on a new stream, and if the gauges are read later.
+        self._sent_s = -math.inf
+        self._said: tuple[int, Gauges] | None = None
 
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
@@ -139,7 +140,7 @@ class Outbox:
         if self.snapshot_due or not self._streaming:
             self._begin(record, snapshot)
         record.urgent = record.urgent or lease.idle
-        self._sent_s, self._said = now, () if record.gauges is None else (record.state, record.gauges)
+        self._sent_s, self._said = now, record.gauges and (record.state, record.gauges)
         lease.asks(now)
         # Decisions about a request's first tokens follow from the record in which it begins.
         self.ring.lay(record, record.presses, due=bool(record.opened))
@@ -156,7 +157,7 @@ class Outbox:
             lease.asks(step[1])
         elif step[1] - since > SILENT_S:
             return False
-        self._said = ()
+        self._said = None
         ring.lay(step)
         return True
 
@@ -165,10 +166,11 @@ class Outbox:
         steps a second while another engine is to read the KV of finished requests, while KV is to arrive from another
         engine, or with a pooling model, where each step changes the numbers of requests until none is left. is_live: a
         request is live."""
-        if not (record.is_empty and record.gauges and self.follows and self._said[:1] == (record.state,)):
+        said, gauges = self._said, record.gauges
+        if said is None or gauges is None or said[0] != record.state or not (record.is_empty and self.follows):
             return False
-        is_same, is_recent = self._said[1] == record.gauges, self._lease.clock() - self._sent_s < EMPTY_REPORT_S
-        is_pooling = not is_live and any(record.gauges[1:])
+        is_same, is_recent = said[1] == gauges, self._lease.clock() - self._sent_s < EMPTY_REPORT_S
+        is_pooling = not is_live and any(gauges[1:])
         return (is_recent and is_pooling) or (is_same and (is_recent or not is_live))
 
     def _begin(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
@@ -200,7 +202,7 @@ class Outbox:
     def new_ring(self) -> RecordRing:
         """Replace the ring for a new stream and return the new ring."""
         self.ring, self.largest_snapshot_bytes, self.heartbeat_s = RecordQueue(), 0, 0.0
-        self._unanswered, self._said = deque(), ()
+        self._unanswered, self._said = deque(), None
         self._outcomes_out = self._outcomes_in
         return self.ring
 
