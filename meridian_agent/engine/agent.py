@@ -388,11 +388,11 @@ class Agent:
         self.lease.call_for_attention()
         begun = self.tracker.begun
         if self.lease.connected and not (self._outbox.follows and (begun is None or begun.is_empty)):
+            self.accounts.state = self.lease.say_state()
             self._publish(scheduler)
 
     def _publish(self, scheduler: Scheduler) -> None:
         """Queue the record of what has happened since the newest step."""
-        self.accounts.state = self.lease.say_state()
         self.accounts.complete_between_steps(scheduler)
         self.accounts.send()
 
@@ -627,9 +627,10 @@ class Agent:
         if not is_live:
             self.link.outbox.ring.wake()
 
-    def count_on(self, before: Agent) -> None:
-        """Go on with the counts of the agent that a fault has ended, because COUNTERS are those since the engine's
-        start."""
+    def follow(self, before: Agent) -> None:
+        """Go on where the agent was that a fault has ended. The worker is still measuring for it, the link knows by
+        their numbers which reports are answered, and COUNTERS are those since the engine's start."""
+        self.measuring, self.tracker.newest = before.measuring, before.tracker.newest
         for name in ("preempted_think", "output_critical", "hook_seconds", "worker_seconds", "scheduler_seconds"):
             setattr(self, name, getattr(before, name))
         self.blocks.reclaimed, self.blocks.kept.given_up = before.blocks.reclaimed, before.blocks.kept.given_up

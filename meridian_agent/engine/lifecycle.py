@@ -215,10 +215,7 @@ class Lifecycle:
             agent.put_in_force(*self.link.lease.held)
         agent.adopt(list(self._scheduler.requests.values()), steps_under_way)
         if self.agent is not None:
-            agent.measuring = self.agent.measuring
-            agent.count_on(self.agent)
-            # The link remembers which reports are answered by their numbers.
-            agent.tracker.newest = self.agent.tracker.newest
+            agent.follow(self.agent)
         self.link.come_back()
         self.agent = agent
         logger.warning("meridian: the agent is on again; the last fault was: %s", self._guard.last_fault)
