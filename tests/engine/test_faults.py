@@ -171,8 +171,8 @@ def test_it_comes_back_by_itself(
 def test_reports_are_numbered_on_after_a_fault(
     llm: Any, agent: Any, scheduler: Any, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is reported between two steps takes a number, too, so reports are ahead of the engine's steps. With a number
-    from before, a report would count as answered before it is sent."""
+    """A report between two steps takes a number, too, so reports are ahead of the engine's steps. With a number from
+    before, a report would count as answered before it is sent."""
     monkeypatch.setattr(guard_module, "RESTS_S", (0.0, 3600.0))
     run = Run(llm)
     for number in range(8):

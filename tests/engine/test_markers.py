@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.processes import Control
 
 CAP, LATER_CAP = 12, 40
-# What vLLM's parsers name as the text that opens thinking.
+# The property of vLLM's parsers with the text that opens thinking.
 TEXT = "reasoning_start_str"
 NAMED = {"model": {"maze": {"reasoning_parser": "qwen3"}}}
 
