@@ -76,13 +76,13 @@ RATIOS = {
 }
 COLUMNS = (
     Column("itl_p50_ms", "ITL P50, ms"),
-    Column("itl_p99_ms", "P99", 1, "ratio"),
+    Column("itl_p99_ms", "ITL P99", 1, "ratio"),
     Column("ttot_p50_ms", "TTOT P50"),
-    Column("ttot_p99_ms", "P99", 1, "ratio"),
+    Column("ttot_p99_ms", "TTOT P99", 1, "ratio"),
     Column("ttft_p50_ms", "TTFT P50", 0),
-    Column("ttft_p99_ms", "P99", 0),
+    Column("ttft_p99_ms", "TTFT P99", 0),
     Column("ttfvt_p50_ms", "TTFVT P50", 0),
-    Column("ttfvt_p99_ms", "P99", 0, "ratio"),
+    Column("ttfvt_p99_ms", "TTFVT P99", 0, "ratio"),
     Column("qoe", "QoE", 3),
     Column("throughput_tokens_per_s", "tokens/s", 0, "ratio"),
     Column("think_preempted", "preempted thinking", 0),
@@ -106,7 +106,7 @@ PREEMPTIONS: dict[str, dict[str, Any]] = {
 }
 CROWDED_COLUMNS = (
     Column("urgent_ttft_p50_ms", "TTFT P50 of short requests, ms", 0, "ratio"),
-    Column("urgent_ttft_p99_ms", "P99", 0, "ratio"),
+    Column("urgent_ttft_p99_ms", "TTFT P99 of short requests", 0, "ratio"),
     Column("throughput_tokens_per_s", "tokens/s", 0, "ratio"),
     Column("preempted", "preemptions", 0),
     Column("recomputed_share", "computed again, %", 2, factor=100.0),
