@@ -67,7 +67,7 @@ def _scheduler_reads(policy: Policy) -> bool:
     """Whether a rule of the scheduler section that may apply to some request reads signals."""
     scheduler = _of_any_request(policy, "scheduler")
     reads = any(s.soft_think_tokens or s.empty_answer_extension_tokens for s in scheduler)
-    return bool(policy.scheduler.enabled and (reads or may_shorten(policy)))
+    return bool(policy.scheduler.enabled and (reads or staged_in_force(policy)))
 
 
 def self_calibrates(own: Policy) -> bool:
@@ -107,8 +107,8 @@ def reads_every_token(policy: Policy) -> bool:
     return reads and any(e.enabled for e in entropy)
 
 
-def may_shorten(policy: Policy) -> bool:
-    """Whether a budget or pressure may make soft close begin earlier."""
+def staged_in_force(policy: Policy) -> bool:
+    """Whether a budget or pressure is in force, so that soft close may begin earlier."""
     shadows = [*(budget.shadow for budget in policy.budget), *(entry.shadow for entry in policy.pressure)]
     return not all(shadows)
 
@@ -132,7 +132,7 @@ def in_force(policy: Policy) -> bool:
     """Whether a report may lead to an end of thinking or to another cap for some request, loops aside."""
     scheduler = _of_any_request(policy, "scheduler")
     extends = policy.scheduler.enabled and any(s.empty_answer_extension_tokens for s in scheduler)
-    return _entropy_in_force(policy) or extends or may_shorten(policy)
+    return _entropy_in_force(policy) or extends or staged_in_force(policy)
 
 
 def _entropy_in_force(policy: Policy) -> bool:

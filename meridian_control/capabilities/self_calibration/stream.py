@@ -11,7 +11,7 @@ from meridian_control.engine.part import UNREAD_PROBE, Part
 from meridian_control.engine.request_table import THINK
 from meridian_control.engine.think_ends import FINISHED
 from meridian_control.journal.request_ids import is_later_choice
-from meridian_control.policy.effects import any_self_calibrates, may_shorten, self_calibrates
+from meridian_control.policy.effects import any_self_calibrates, self_calibrates, staged_in_force
 from meridian_control.policy.shortening_kinds import kinds_for_request
 
 if TYPE_CHECKING:
@@ -106,5 +106,5 @@ class Recorder(Part):
         if not self_calibrates(policies.of(slot)):
             return False
         return bool(self._table.control[slot]) or not (
-            kinds_for_request(policies.held(slot).own) or may_shorten(policies.policy)
+            kinds_for_request(policies.held(slot).own) or staged_in_force(policies.policy)
         )
