@@ -7,9 +7,11 @@ thread.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+# gRPC imports this module when it makes its first channel. That would be on the link's thread, while the engine works
+# and may be going through the loaded modules or their loggers.
+with suppress(ImportError):
+    importlib.import_module("grpc._channel")
 
 logger = logging.getLogger("vllm.meridian")
 

@@ -311,3 +311,29 @@ async def test_an_engine_that_ends_with_its_program_says_goodbye(scripted: Scrip
     _, error = await asyncio.wait_for(program.communicate(), 10 * BUSY)
     assert (program.returncode, error) == (0, b"")
     assert [heartbeat.last for heartbeat in scripted.heard("heartbeat")] == [True]
+
+
+IMPORTS = """
+import sys, threading, time
+from meridian.v1 import agent_pb2
+from meridian_agent.link.control_stream import ControlStream
+
+def imported(event, arguments):
+    if event == "import" and threading.current_thread() is not threading.main_thread():
+        print(arguments[0], file=sys.stderr)
+
+link = ControlStream(sys.argv[1:], lambda: agent_pb2.Hello(engine_id="e"), lambda _: None, lambda _: None)
+sys.addaudithook(imported)
+link.start()
+while not link.lease.connected:
+    time.sleep(0.01)
+link.stop()
+"""
+
+
+async def test_a_stream_imports_nothing(scripted: Scripted) -> None:
+    """The engine may be going through the loaded modules meanwhile, or through their loggers as pytest does."""
+    pipe = asyncio.subprocess.PIPE
+    program = await asyncio.create_subprocess_exec(sys.executable, "-c", IMPORTS, scripted.target, stderr=pipe)
+    _, error = await asyncio.wait_for(program.communicate(), 10 * BUSY)
+    assert (program.returncode, error) == (0, b"")
