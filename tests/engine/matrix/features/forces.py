@@ -10,6 +10,7 @@ from meridian.v1 import agent_pb2
 from tests.data import maze
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.engine import NotForBuild
 from tests.engine.matrix.features.signals import ALL, EVERYWHERE, RANKS
 from tests.engine.policies import CONVERGED, NEUTRAL, ending_turns
 from tests.processes import wait_for
@@ -73,6 +74,8 @@ def _reserve(tokens: int) -> dict[str, Any]:
     *("v1", "async", "v2-async", "ngram"),
 )
 def premature_stops(engine: Engine) -> None:
+    if reason := engine.agent.facts.no_premature_stops:
+        raise NotForBuild(reason)
     most = 44 if engine.slow else 120
     prompts = [engine.prompt(i) for i in range(2 if engine.slow else 4)]
     free = engine.tokens([Ask(prompt, {**GREEDY, "max_tokens": 24}) for prompt in prompts])
