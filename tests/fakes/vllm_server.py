@@ -133,6 +133,7 @@ class FakeVllm:
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     detokenizes: bool = True
+    context_tokens: int = CONTEXT
     cuts_at_marker: bool = False
     url: str = ""
 
@@ -153,7 +154,7 @@ class FakeVllm:
         await self._runner.cleanup()
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": CONTEXT}]})
+        return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": self.context_tokens}]})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         if not self.detokenizes:
@@ -181,8 +182,8 @@ class FakeVllm:
         chat = request.path == "/v1/chat/completions"
         prompt = list(PROMPT) if chat else body["prompt"]
         left = self.script.after(prompt)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or CONTEXT - len(prompt)
-        if plan.status is not None or left is None or len(prompt) + limit > CONTEXT:
+        limit = body.get("max_completion_tokens") or body.get("max_tokens") or self.context_tokens - len(prompt)
+        if plan.status is not None or left is None or len(prompt) + limit > self.context_tokens:
             headers = CORS | ({"Location": "/v1/models"} if plan.status in range(300, 400) else {})
             return web.json_response({"error": {"message": "refused"}}, status=plan.status or 400, headers=headers)
         form = _form(chat, request.headers.get("X-Request-Id", "none"))

@@ -69,7 +69,6 @@ class Engines:
         # Engines whose newest answer was none, or an error.
         self._failing: set[str] = set()
         self._skipped_until: dict[str, float] = {}
-        self._context_tokens: dict[str | None, int] = {}
         # Each request has a connection of its own, because an engine may close an idle connection while the next
         # request is on its way. Bodies pass as they are, and no client's cookie reaches another client's request.
         self.session = aiohttp.ClientSession(
@@ -153,14 +152,14 @@ class Engines:
 
     async def context_tokens(self, url: str, model: str | None, headers: Mapping[str, str]) -> int:
         """Return the length of the model's context in tokens. Raises EngineFailed if the engine does not say it."""
-        if model not in self._context_tokens:
-            answer = await self._answer("GET", f"{url}/v1/models", headers)
-            cards = answer.get("data") or []
-            found = {card.get("id"): card["max_model_len"] for card in cards if card.get("max_model_len")}
-            if not found:
-                raise EngineFailed("/v1/models names no max_model_len")
-            self._context_tokens[model] = found.get(model) or next(iter(found.values()))
-        return self._context_tokens[model]
+        answer = await self._answer("GET", f"{url}/v1/models", headers)
+        cards = answer.get("data") or []
+        found: dict[str | None, int] = {
+            card.get("id"): card["max_model_len"] for card in cards if card.get("max_model_len")
+        }
+        if not found:
+            raise EngineFailed("/v1/models names no max_model_len")
+        return found.get(model) or next(iter(found.values()))
 
     async def _answer(
         self, method: str, url: str, headers: Mapping[str, str], body: dict[str, Any] | None = None

@@ -111,6 +111,16 @@ async def test_without_a_limit_the_context_is_the_limit() -> None:
         assert answering.seen[1][1]["max_tokens"] == CONTEXT - len(PROMPT) - KNOWN
 
 
+async def test_each_engine_has_a_context_of_its_own() -> None:
+    """Engines of one model may differ, and an engine may come back with another length."""
+    async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
+        for context_tokens in (CONTEXT, CONTEXT // 2):
+            other.context_tokens = context_tokens
+            home.plans.append(Plan(breaks_after=2))
+            assert whole(await relayed.ask(max_tokens=None)) == (THOUGHT, ANSWER)
+            assert other.seen[-1][1]["max_tokens"] == context_tokens - len(PROMPT) - 2
+
+
 @pytest.mark.parametrize("most", [None, 100])
 async def test_the_limit_that_the_engine_chose_holds_after_the_handover(most: int | None) -> None:
     """vLLM uses the model's or the server's limit if the client names none or a higher one."""
