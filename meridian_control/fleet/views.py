@@ -6,7 +6,7 @@ All code runs on the server's event loop. Questions about many engines or reques
 from __future__ import annotations
 
 from datetime import timedelta
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -64,12 +64,11 @@ class Views:
         return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
 
     def agent_states(self) -> list[tuple[str, agent_pb2.AgentState.ValueType]]:
-        """Return the id and the agent's state of each engine, in the order of `engines_in_turns`, but make no
-        messages."""
-        live = [(s.hello.engine_id, s.hello.incarnation, agent_state(s)) for s in self._connections.sessions]
+        """Return the id and the agent's state of each engine, sorted by id, but make no messages. Of several streams
+        under one id the newest comes last: after an engine's restart its old stream may still be open."""
+        live = [(session.hello.engine_id, agent_state(session)) for session in reversed(self._sessions(""))]
         away = [e for e in self._departed.views(self._clock()) if not self._connections.of_engine(e.engine_id)]
-        gone = [(e.engine_id, e.incarnation, e.agent_state) for e in away]
-        return [(engine_id, state) for engine_id, _, state in sorted([*live, *gone], key=lambda row: row[:2])]
+        return sorted([*live, *((e.engine_id, e.agent_state) for e in away)], key=itemgetter(0))
 
     async def requests_in_turns(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:
         """Return the live requests of one engine, or of all for an empty id, sorted; let the event loop do other work
@@ -111,9 +110,10 @@ class Views:
         raise NotFound(f'no live request "{request_id}" on {where}')
 
     def _sessions(self, engine_id: str) -> list[Session]:
-        """Return the sessions of one engine, or all for an empty id."""
+        """Return the sessions of one engine, or all for an empty id, newest first."""
         connections = self._connections.of_engine(engine_id) if engine_id else self._connections
-        return [connection.session for connection in connections]
+        sessions = (connection.session for connection in connections)
+        return sorted(sessions, key=attrgetter("connected_at"), reverse=True)
 
 
 def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:

@@ -73,6 +73,17 @@ async def test_the_late_end_of_a_stream_leaves_its_successors_handovers_alone() 
     assert [one.state for one in fleet.part(FleetHandovers).results.continued()] == [fleet_pb2.CONTINUED_STATE_GONE]
 
 
+async def test_the_old_stream_of_an_engine_that_is_back_does_not_speak_for_it() -> None:
+    now, names = [NOW], [f"e{number}" for number in range(8)]
+    fleet = Fleet(lambda: now[0], capabilities=CAPABILITIES)
+    for said in ({"incarnation": "b", "model": "old"}, {"incarnation": "a", "state": agent_pb2.AGENT_STATE_READY}):
+        now[0] += timedelta(seconds=1)
+        for name in names:
+            fleet.join(hello(name, **said))
+    assert dict(fleet.views.agent_states()) == dict.fromkeys(names, agent_pb2.AGENT_STATE_READY)
+    assert {fleet.views.subject(name, "").served_model for name in names} == {"m"}
+
+
 @pytest.mark.parametrize("said", ["x" * 513, "two\nlines", "\x00"])
 def test_ids_that_would_fill_the_log_are_refused(said: str) -> None:
     fleet = Fleet(lambda: NOW, capabilities=CAPABILITIES)
