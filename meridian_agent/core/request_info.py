@@ -277,12 +277,13 @@ def in_sample(request_id: str, share: float) -> bool:
     """Return whether a request belongs to the sample of the share `share`, 0 to 1. A larger sample contains each
     smaller one.
 
-    The control plane chooses its control group by the same hash, so a sample of single requests that is no smaller
-    contains the group.
+    The control plane chooses its control group by the same hash of the reported id, so a sample of single requests that
+    is no smaller contains the group.
     """
     if share >= 1:
         return True
-    digest = hashlib.blake2b(request_id.encode(errors="replace"), digest_size=8, person=b"control-group").digest()
+    reported = shown_id(request_id).encode(errors="replace")
+    digest = hashlib.blake2b(reported, digest_size=8, person=b"control-group").digest()
     return int.from_bytes(digest) < share * (1 << 64)
 
 

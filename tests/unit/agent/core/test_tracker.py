@@ -12,7 +12,9 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.live_request import Cap, Ending, LiveRequest
 from meridian_agent.core.phases import FLAG_END, FLAG_MARKER, FLAG_PARAGRAPH, FLAG_SENTENCE, Markers, Phase
+from meridian_agent.core.request_info import in_sample, shown_id
 from meridian_agent.core.tracker import RESTING_SLOTS, Tracker
+from meridian_control.capabilities.control_group.rule import held_out
 from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 from tests.fakes.sentences import ends_by_id
 
@@ -98,6 +100,13 @@ def test_a_share_of_requests_is_measured() -> None:
     assert none < few < half < everyone == set(names)
     assert 60 < len(few) < 140
     assert 900 < len(half) < 1100
+
+
+@pytest.mark.parametrize("name", ["chatcmpl-{}", "two\nlines-{}", "{}-" + 300 * "x"])
+def test_the_sample_is_the_control_group_of_the_same_share(name: str) -> None:
+    """The control plane knows the ids as they are reported."""
+    names = [name.format(number) for number in range(200)]
+    assert [in_sample(name, 0.5) for name in names] == [held_out(shown_id(name), 0.5) for name in names]
 
 
 @pytest.mark.parametrize("live", [0, 1, 16, 40])
