@@ -247,8 +247,17 @@ class Fleet:
     def set_policy(self, stored: StoredRevision) -> None:
         """Bring a revision to every engine, if it is newer than the one that the fleet has."""
         if stored.revision > self.revision:
-            each(self.parts.values(), lambda part: part.policy_came(stored))
-            self._policies.renew(stored)
+            self._renew(stored)
+
+    def replace_policy(self, stored: StoredRevision) -> None:
+        """Bring a revision to every engine in place of one that the store has lost. All streams end, because a number
+        may stand for another revision than before."""
+        self._renew(stored)
+        self.going_away("the policy store has lost revisions")
+
+    def _renew(self, stored: StoredRevision) -> None:
+        each(self.parts.values(), lambda part: part.policy_came(stored))
+        self._policies.renew(stored)
 
     def set_rollout(self, rollout: Rollout | None, candidate: StoredRevision | None) -> None:
         """Bring the candidate to the engines of the active rollout's group; both are None without an active rollout."""

@@ -85,6 +85,12 @@ class PolicyStore:
         async with self.database.reading() as connection:
             return await connection.scalar(select(func.max(_revisions.c.revision)).where(_in_force)) or 0
 
+    async def holds(self, header: RevisionHeader) -> bool:
+        """Return whether a revision is stored. One is not any more if the database has gone back to an older state, as
+        after a failover to a copy that was behind. Raises StoreUnavailable."""
+        same = (_revisions.c.revision == header.revision) & (_revisions.c.etag == header.etag)
+        return await self._one(select(_revisions.c.revision).where(same)) is not None
+
     async def get(self, revision: int) -> StoredRevision:
         """Return one revision. Raises NotFound, StoreUnavailable, StoredPolicyUnreadable."""
         query = select(_revisions).where(_revisions.c.revision == revision)

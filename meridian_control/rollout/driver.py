@@ -47,11 +47,14 @@ class Governed(Protocol):
     """The calls of the fleet that rollouts need."""
 
     @property
-    def revision(self) -> int:
-        """The revision of the policy in force; 0 before the first policy."""
+    def policy(self) -> StoredRevision | None:
+        """The policy in force; None before the first one."""
 
     def set_policy(self, stored: StoredRevision) -> None:
         """Bring a revision to every engine."""
+
+    def replace_policy(self, stored: StoredRevision) -> None:
+        """Bring a revision to every engine in place of one that the store has lost."""
 
     def set_rollout(self, rollout: Rollout | None, candidate: StoredRevision | None) -> None:
         """Bring the candidate to the engines of the active rollout's group; both are None without an active rollout."""
@@ -105,8 +108,11 @@ class Rollouts:
         async with self._one_at_a_time:
             # The policy comes first, because a rollout that only a newer version of the control plane can read is an
             # error. To read a stored policy takes time, so only a new one is read.
-            if (revision := await policies.number()) > self._fleet.revision:
+            known, revision = self._fleet.policy, await policies.number()
+            if revision > (known.revision if known is not None else 0):
                 self._fleet.set_policy(await policies.get(revision))
+            elif known is not None and revision and not await policies.holds(known):
+                await self._follow_back(known, revision)
             rollout = await self.store.active()
             self._newest = rollout
             if rollout is None:
@@ -119,6 +125,15 @@ class Rollouts:
                 self._lease_s = self._candidate.policy.fallback.lease_ms / 1000
             self._fleet.set_rollout(rollout, self._candidate)
             self._told = _version(rollout)
+
+    async def _follow_back(self, known: StoredRevision, revision: int) -> None:
+        """Follow a store that has lost the policy in force, once somebody has stored another one since: its number says
+        nothing then. Until that the policy stays in force, because the loss is no change that somebody wants."""
+        stored = await self.store.policies.get(revision)
+        if stored.created_at > known.created_at and self._fleet.policy is known:
+            logger.warning("the store has lost revision %d; revision %d replaces it", known.revision, revision)
+            self._candidate = None
+            self._fleet.replace_policy(stored)
 
     @property
     def newest(self) -> Rollout | None:

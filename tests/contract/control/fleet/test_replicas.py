@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import asyncpg  # type: ignore[import-untyped]
 import grpc
 import pytest
 from meridian.v1 import policy_pb2
@@ -64,6 +65,32 @@ async def test_every_update_is_stored_once_although_the_server_is_killed(process
     assert by_author.keys() == acknowledged.keys()
     for name, revision in acknowledged.items():
         assert (by_author[name].revision, by_author[name].etag) == (revision.revision, revision.etag)
+
+
+async def test_an_update_reaches_the_engines_after_the_store_has_lost_revisions(
+    postgres_address: str, tmp_path: Path
+) -> None:
+    """As after a failover to a copy of the database that was behind, or when a backup is restored."""
+    process = Process(tmp_path, "--store", postgres_address)
+    try:
+        await process.started()
+        with LinkedEngine([process.target]) as engine:
+
+            async def update(lease_ms: int) -> Any:
+                async with calling(process.target, OWN_CONNECTION) as clients:
+                    message = policy_pb2.UpdatePolicyRequest(policy=leased(lease_ms))
+                    stored = await clients.policy.UpdatePolicy(message, timeout=60)
+                await until(lambda: engine.link.lease.lease_s == lease_ms / 1000)
+                return stored.revision.revision
+
+            assert [await update(lease_ms) for lease_ms in (1000, 2000, 3000)] == [2, 3, 4]
+            connection = await asyncpg.connect(postgres_address)
+            await connection.execute("DELETE FROM policy_revisions WHERE revision > 2")
+            await connection.close()
+            assert [await update(lease_ms) for lease_ms in (4000, 5000, 6000)] == [3, 4, 5]
+    finally:
+        process.kill()
+    assert process.log().count("the store has lost revision 4; revision 3 replaces it") == 1
 
 
 async def test_a_directory_governs_the_engines(tmp_path: Path) -> None:

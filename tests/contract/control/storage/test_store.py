@@ -280,11 +280,13 @@ async def test_a_file_that_is_locked_while_it_is_opened(tmp_path: Path, monkeypa
 class Heard(asyncio.Queue[StoredRevision]):
     """The policies that a replica hears of."""
 
-    revision = 0
+    policy: StoredRevision | None = None
 
     def set_policy(self, stored: StoredRevision) -> None:
-        self.revision = stored.revision
+        self.policy = stored
         self.put_nowait(stored)
+
+    replace_policy = set_policy
 
     def set_rollout(self, *_: object) -> None:
         pass
