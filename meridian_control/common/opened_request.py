@@ -19,6 +19,9 @@ MAX_COUNT, MAX_TEXT, MAX_TEXT_BYTES = 2**31 - 1, 1024, 1024
 SHORT_TEXT = MAX_TEXT_BYTES // 4
 # About as many bytes as an OpenedRequest takes without its texts.
 OPENED_BYTES = 512
+# What tells the requests of an engine's process apart: the id, and the number of prompt tokens, because all inputs of a
+# streaming session have one id, and each has the input before it in its prompt.
+Identity = tuple[str, int]
 
 
 def is_under_way(opened: agent_pb2.RequestOpened | OpenedRequest) -> bool:
@@ -77,6 +80,10 @@ class OpenedRequest:
         self.max_think_tokens = message.max_think_tokens if message.HasField("max_think_tokens") else None
         self.ending = message.ending if message.ending in REASONS else agent_pb2.FORCE_REASON_UNSPECIFIED
         self.held_bytes = OPENED_BYTES + size
+
+    @property
+    def identity(self) -> Identity:
+        return self.request_id, self.prompt_tokens
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OpenedRequest) and all(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from meridian_control.fleet.whole_fleet import WholeFleet
+    from meridian_control.journal.records import Key
 
 
 async def explain(whole: WholeFleet, request: fleet_pb2.ExplainRequestRequest) -> fleet_pb2.ExplainRequestResponse:
@@ -75,7 +76,7 @@ def _merge_siblings(
 
 def _merged(lives: Iterable[fleet_pb2.RequestLife]) -> list[fleet_pb2.RequestLife]:
     """Return the lives with the parts of each life joined, which several replicas may have."""
-    parts: dict[tuple[str, str, str], list[fleet_pb2.ExplainRequestResponse]] = {}
+    parts: dict[Key, list[fleet_pb2.ExplainRequestResponse]] = {}
     for life in lives:
         parts.setdefault(key_of(life), []).append(fleet_pb2.ExplainRequestResponse(life=life))
     return [newest_life(life_parts).life for life_parts in parts.values()]

@@ -64,7 +64,7 @@ class Journal:
 
     def listed(self, opened: OpenedRequest, ratio: float) -> None:
         """Continue the life of a request that a snapshot lists, or begin it if it is not known."""
-        life = self._log.back((self._engine_id, self._incarnation, opened.request_id))
+        life = self._log.back((self._engine_id, self._incarnation, *opened.identity))
         if life is None:
             self.opened(opened, ratio, joined_late=bool(opened.think_tokens or opened.output_tokens))
             return

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from meridian_control.common.slices import Sliced
     from meridian_control.journal.log import DecisionLog
-    from meridian_control.journal.records import Compared, Life, LifeEvent
+    from meridian_control.journal.records import Compared, Key, Life, LifeEvent
     from meridian_control.policy.model import Policy
 
 THINK_TOKENS = "think_tokens"
@@ -53,7 +53,8 @@ def explain_request(
     """
     lives = log.find(request.request_id, request.engine_id) if request.request_id else []
     life, siblings = lives[0] if lives else None, lives[1:]
-    now = [r for r in live if life is not None and (r.engine_id, r.request_id) == life.key[::2]]
+    mine = (life.engine_id, *life.opened.identity) if life is not None else None
+    now = [r for r in live if (r.engine_id, r.request_id, r.prompt_tokens) == mine]
     if life is None:
         where = f' of engine "{request.engine_id}"' if request.engine_id else ""
         if any(is_called(r.request_id, request.request_id) for r in live):
@@ -148,8 +149,8 @@ def newest_life(answers: Iterable[fleet_pb2.ExplainRequestResponse]) -> fleet_pb
     return response
 
 
-def key_of(life: fleet_pb2.RequestLife) -> tuple[str, str, str]:
-    return life.engine_id, life.incarnation, life.request_id
+def key_of(life: fleet_pb2.RequestLife) -> Key:
+    return life.engine_id, life.incarnation, life.request_id, life.prompt_tokens
 
 
 def life_message(log: DecisionLog, life: Life) -> fleet_pb2.RequestLife:

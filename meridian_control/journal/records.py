@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # About as many bytes as an event takes; a decision without the row that its rule saw; a life without its request.
 EVENT_BYTES, DECISION_BYTES, LIFE_BYTES = 512, 448, 512
 
-Key = tuple[str, str, str]
+Key = tuple[str, str, str, int]
 
 # A comparison: name and value of the signal, an operator, name and value of the limit.
 Compared = tuple[str, float, str, str, float]
@@ -368,7 +368,7 @@ class Life:
     referring: int = 0
 
     def __post_init__(self) -> None:
-        self.key = self.engine_id, self.incarnation, self.opened.request_id
+        self.key = self.engine_id, self.incarnation, *self.opened.identity
         self.weight = 1 + (self.opened.held_bytes - OPENED_BYTES) // EVENT_BYTES
 
     @property

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from meridian.v1 import agent_pb2
 
-    from meridian_control.common.opened_request import OpenedRequest
+    from meridian_control.common.opened_request import Identity, OpenedRequest
     from meridian_control.engine.request_table import RequestTable
 
 K = TypeVar("K")
@@ -48,10 +48,10 @@ OTHERS = User(*["(other)"] * 4)
 
 
 class Carried(NamedTuple):
-    """The tokens of live requests that an earlier session of the engine has counted, by request id."""
+    """The tokens of live requests that an earlier session of the engine has counted."""
 
     session_id: str
-    tokens: Mapping[str, int]
+    tokens: Mapping[Identity, int]
 
 
 NOTHING_CARRIED = Carried("", {})
@@ -76,8 +76,8 @@ class Charges:
         self._set, self._charged = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._sets = [Counted((), True)]
         self._indices = {self._sets[0]: 0}
-        # Tokens that were counted of each request before a snapshot of which only a part is taken in, by its id.
-        self._counted: dict[str, int] = {}
+        # Tokens that were counted of each request before a snapshot of which only a part is taken in.
+        self._counted: dict[Identity, int] = {}
         self._open: Counter[str] = Counter()
         self._by_tenant: Counter[Account] = Counter()
         # Tokens whose budgets are not known here.
@@ -105,7 +105,7 @@ class Charges:
             # does not know of reports that were lost with the stream.
             charged = max(0, opened.think_tokens - opened.unreported_think_tokens)
         if opened is not None and self._counted:
-            charged = self._counted.pop(opened.request_id, charged)
+            charged = self._counted.pop(opened.identity, charged)
         self._set[slot], self._charged[slot] = 0, charged
 
     def _fit(self) -> None:
@@ -217,11 +217,11 @@ class Charges:
         self._count()
         return Carried(session_id, self._counted | self._counted_of_live())
 
-    def _counted_of_live(self) -> dict[str, int]:
-        """Return the tokens that were counted of each live request, by its id."""
+    def _counted_of_live(self) -> dict[Identity, int]:
+        """Return the tokens that were counted of each live request."""
         table, slots = self._table, self._table.slots()
         rows = zip(map(table.info.__getitem__, slots), self._charged[slots].tolist(), strict=True)
-        return {info.request_id: tokens for info, tokens in rows if info is not None}
+        return {info.identity: tokens for info, tokens in rows if info is not None}
 
     def _forget_unused(self) -> None:
         """Drop combinations that no live request has. Clients choose which budgets match, so the list could grow."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Bound for the bytes of what is kept of engines whose stream has ended, and about the bytes of a request beside its id.
 # An engine of which nothing is kept says in its snapshot itself what was counted.
-CARRIED_BYTES, ENTRY_BYTES = 16 << 20, 160
+CARRIED_BYTES, ENTRY_BYTES = 16 << 20, 256
 # Share of the budget that is left at which each stage begins.
 BEGINS = {SOFT_CLOSE: 0.50, LOWER_CAP: 0.25, FLOOR: 0.10}
 # A stage ends only once this share more is left than at its beginning, so that stages do not change back and forth.
@@ -75,7 +75,7 @@ class FleetBudgets:
         carried = charges.hand_on(session_id)
         self.collect(charges)
         self.forget([engine[0]])
-        carried_bytes = sum(map(len, carried.tokens)) + ENTRY_BYTES * len(carried.tokens)
+        carried_bytes = sum(len(name) for name, _ in carried.tokens) + ENTRY_BYTES * len(carried.tokens)
         self._carried[engine[0]] = engine[1], carried, carried_bytes
         while sum(held_bytes for _, _, held_bytes in self._carried.values()) > CARRIED_BYTES:
             self.forget([next(iter(self._carried))])

@@ -20,6 +20,7 @@ from meridian_control.fleet.views import each_request_view
 from meridian_control.journal.log import LIFE_EVENTS, DecisionLog
 from meridian_control.journal.messages import explain_request, list_decisions, newest_life, page_of
 from meridian_control.journal.request_ids import sampled
+from tests.fakes.engine import START, TEXT
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, each_token_ends_a_sentence, reconnected, stream
 
@@ -202,6 +203,24 @@ def test_a_life_goes_on_over_a_broken_stream() -> None:
     assert kinds(life(again))[-3:] == ["stream_lost", "stream_back", "cap hard_cap"]
     assert {d.session_id for d in decisions(again, kind="cap", request_id="a")} == {"s", "t"}
     assert kinds(life(again, "gone"))[-1] == "stream_lost"
+
+
+def test_each_input_of_a_streaming_session_has_a_life_of_its_own() -> None:
+    """All inputs have the session's id, and the prompt of each has those before it."""
+    made = stream(policy(scheduler=EARLY))
+    made.open("a", answer=2)
+    made.step(5)
+    at_once(made.session.closing(made.now))
+    made.agent.abort("a")
+    made.agent.engine.take()
+    made.open("a", prompt=[TEXT, START])
+    made.now += timedelta(seconds=3)
+    again = reconnected(made, policy(scheduler=EARLY))
+    again.step(3)
+    both = explain_request(made.log, [], fleet_pb2.ExplainRequestRequest(request_id="a"))
+    assert kinds(both.life) == ["opened", "cap hard_cap"]
+    (earlier,) = both.siblings
+    assert kinds(earlier)[-1] == "stream_lost"
 
 
 def test_a_request_that_was_under_way_is_said_to_be() -> None:

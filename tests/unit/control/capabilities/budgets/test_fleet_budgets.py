@@ -188,7 +188,7 @@ def test_what_a_stream_counted_is_for_the_next_stream_of_the_same_process() -> N
     charges.begin_policy(has_budgets=True)
     charges.open(0)
     charges.assign(0, ("a",))
-    known = Carried("s", {"r0": 7})
+    known = Carried("s", {("r0", 0): 7})
     made.carry(("e", "1"), "s", charges)
     assert made.counted == {"a": 7}
     assert made.carried(("e", "1"), {}) == known

@@ -18,6 +18,7 @@ from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.engine.session import Session
 from tests.fakes.agent import hello
+from tests.fakes.engine import START, TEXT
 from tests.fakes.linked import LinkedEngine
 from tests.fakes.parts import parts
 from tests.fakes.tables import policy
@@ -71,7 +72,10 @@ class World:
     def open(self) -> None:
         self.opened += 1
         tenant, effort = self.draw.choice(["acme", "other"]), self.draw.choice(["high", ""])
-        self.engine.open(f"r{self.opened}", tenant=tenant, effort=effort)
+        # All inputs of a streaming session have one id, and each one's prompt has those before it.
+        name = f"r{self.opened}" if "session" in self.engine.engine.live else "session"
+        prompt = [TEXT] * self.opened + [START]
+        self.engine.open(name, prompt=prompt, tenant=tenant, effort=effort)
 
     def finish(self) -> None:
         if live := list(self.engine.engine.live):

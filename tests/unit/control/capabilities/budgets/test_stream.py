@@ -238,7 +238,8 @@ def says(count: int, **opened: Any) -> Act:
 
 
 def snapshot(think_tokens: int) -> agent_pb2.ConnectRequest:
-    opened = agent_pb2.RequestOpened(slot=3, request_id="a", tenant="acme", phase=THINK, think_tokens=think_tokens)
+    opened = agent_pb2.RequestOpened(slot=3, request_id="a", prompt_tokens=1, think_tokens=think_tokens)
+    opened.MergeFrom(agent_pb2.RequestOpened(tenant="acme", phase=THINK))
     return agent_pb2.ConnectRequest(snapshot=agent_pb2.Snapshot(step=9, requests=[opened]))
 
 
@@ -333,7 +334,7 @@ def from_another_replica(reported_session_id: str = "", **fields: Any) -> agent_
 def test_the_next_stream_counts_on_where_the_last_one_ended() -> None:
     made = play(stream(budgeted()), OURS, 5)
     counted = charges(made).hand_on("s").tokens
-    assert (counted, charges(made).take_tokens()) == ({"a": 5}, {"acme": 5})
+    assert (counted, charges(made).take_tokens()) == ({("a", 1): 5}, {"acme": 5})
     again = following(made, "s2", Carried("s", counted))
     again.on_message(snapshot(30), made.now)
     govern(again, 1, budgeted(), made.now)
@@ -369,15 +370,15 @@ def test_a_snapshot_is_answered_at_once_if_it_says_what_no_stream_has_brought() 
 @pytest.mark.parametrize(("reported", "tokens"), [("s", 25), ("", 25), ("elsewhere", 4)])
 def test_what_an_older_session_counted_is_not_carried_past_another_replica(reported: str, tokens: int) -> None:
     made = stream(budgeted())
-    again = following(made, "s3", Carried("s", {"a": 5}))
+    again = following(made, "s3", Carried("s", {("a", 1): 5}))
     again.on_message(from_another_replica(reported), made.now)
     charges(again).take_tokens()
     assert charges(again).take_by_tenant() == {("acme", ""): tokens}
 
 
 def test_a_session_without_a_snapshot_hands_on_what_it_was_given() -> None:
-    made, carried = stream(budgeted()), Carried("s", {"a": 5})
+    made, carried = stream(budgeted()), Carried("s", {("a", 1): 5})
     again = following(made, "s3", carried)
     assert charges(again).hand_on("s3") == carried
     again.on_message(snapshot(30), made.now)
-    assert charges(again).hand_on("s3") == Carried("s3", {"a": 30})
+    assert charges(again).hand_on("s3") == Carried("s3", {("a", 1): 30})
