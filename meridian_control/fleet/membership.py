@@ -20,6 +20,7 @@ import socket
 import time
 import uuid
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from sqlalchemy import text
@@ -59,12 +60,10 @@ _LEAD = text("""INSERT INTO leader (number, replica_id, token, expires_at)
     WHERE leader.replica_id = excluded.replica_id OR leader.expires_at < now()
         OR leader.expires_at > clock_timestamp() + make_interval(secs => :lease_s)
     RETURNING token""")
-_OTHERS = text("""SELECT replica_id, address FROM replicas
-    WHERE replica_id <> :replica_id AND heartbeat_at > now() - make_interval(secs => :lease_s)
-        AND heartbeat_at <= clock_timestamp() ORDER BY replica_id""")
-_SILENT = text("""SELECT replica_id FROM replicas
-    WHERE replica_id <> :replica_id AND heartbeat_at <= now() - make_interval(secs => :lease_s)
-        AND heartbeat_at >= now() - make_interval(secs => :forget_s) ORDER BY replica_id""")
+# The other replicas that are not forgotten, with the newest heartbeat first, and whether each of them lives.
+_OTHERS = text("""SELECT replica_id, address, heartbeat_at > now() - make_interval(secs => :lease_s) FROM replicas
+    WHERE replica_id <> :replica_id AND heartbeat_at >= now() - make_interval(secs => :forget_s)
+        AND heartbeat_at <= clock_timestamp() ORDER BY heartbeat_at DESC""")
 # SKIP LOCKED leaves out locked rows, so that replicas that come back at the same time do not deadlock.
 _BURY = text("""DELETE FROM replicas WHERE replica_id IN (SELECT replica_id FROM replicas
     WHERE heartbeat_at < now() - make_interval(secs => :forget_s) FOR UPDATE SKIP LOCKED)""")
@@ -86,9 +85,10 @@ class Replicas:
 
     def __init__(self, database: Database, me: Replica, clock: Callable[[], float] = time.monotonic) -> None:
         self.me = me
-        # The other live replicas, ordered by id, as last read from the database.
+        # The other live replicas, ordered by id, as last read from the database. Of several with one address the one
+        # with the newest heartbeat has it; a replica that was killed may have been started again there.
         self.others: tuple[Replica, ...] = ()
-        # Ids of the replicas that count as dead and are not forgotten yet. One that hangs may still have engines.
+        # Ids of all other replicas that are not forgotten yet. One that hangs may still have engines.
         self.silent: tuple[str, ...] = ()
         self._database, self._clock = database, clock
         self._token: int | None = None
@@ -110,8 +110,13 @@ class Replicas:
             token = await connection.scalar(_LEAD, row) if await connection.scalar(_VACANT, row) else None
             if token is not None:
                 await connection.execute(_BURY, row)
-            others = tuple(Replica(*columns) for columns in await connection.execute(_OTHERS, row))
-            self.silent = tuple(replica_id for (replica_id,) in await connection.execute(_SILENT, row))
+            rows = list(await connection.execute(_OTHERS, row))
+        at = {self.me.address: self.me.replica_id}
+        reached = [
+            Replica(name, address) for name, address, lives in rows if lives and at.setdefault(address, name) == name
+        ]
+        others = tuple(sorted(reached, key=attrgetter("replica_id")))
+        self.silent = tuple(sorted({name for name, *_ in rows} - {other.replica_id for other in others}))
         if token != self._token and token is not None:
             logger.info("replica %s leads, token %d", self.me.replica_id, token)
         self._token, self._leads_until = token, began + LEASE_S - MARGIN_S

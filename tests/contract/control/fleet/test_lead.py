@@ -6,6 +6,7 @@ The database's now() and the replicas' clocks show the test's own time, so that 
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -93,6 +94,24 @@ def test_replicas_see_each_other_until_they_die_or_leave(postgres: Postgres) -> 
         await world.passes(FORGET_S + 1)
         await one.beat()
         assert await world.rows("SELECT replica_id FROM replicas") == [one.me.replica_id]
+        await world.close()
+
+    asyncio.run(run(World(postgres.database())))
+
+
+def test_an_address_belongs_to_the_replica_that_was_started_there_last(postgres: Postgres) -> None:
+    """A replica that was killed and started again has another id and the same address, and would answer twice."""
+
+    async def run(world: World) -> None:
+        one, killed, again = await world.replica(), await world.replica(), await world.replica()
+        again.me = replace(again.me, address=killed.me.address)
+        for replica in (killed, one):
+            await replica.beat()
+        await world.passes(1.0)
+        for replica in (again, one):
+            await replica.beat()
+        assert ([*one.others], one.silent) == ([again.me], (killed.me.replica_id,))
+        assert ([*again.others], again.silent) == ([one.me], (killed.me.replica_id,))
         await world.close()
 
     asyncio.run(run(World(postgres.database())))
