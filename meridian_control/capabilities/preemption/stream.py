@@ -61,10 +61,10 @@ class ClaimDetail(Detail):
 
 
 class _Claim(NamedTuple):
-    """A decision about a waiting request, and the slots of the requests that may be preempted for it."""
+    """A decision about a waiting request, and the ids of the requests that may be preempted for it."""
 
     decision: Decision
-    victims: frozenset[int]
+    victims: frozenset[str]
 
 
 class Preemption(Part):
@@ -150,7 +150,7 @@ class Preemption(Part):
         return self._decide(turn) if self._waiting else None
 
     def _decide(self, turn: Turn) -> Sliced[None]:
-        victims: list[int] | None = None
+        victims: dict[str, int] | None = None
         for count, slot in enumerate(list(self._waiting), 1):
             if not count % SLICE_ROWS:
                 yield
@@ -164,10 +164,14 @@ class Preemption(Part):
                 ending = [each for each, force in forces if force.outcome == agent_pb2.OUTCOME_UNSPECIFIED]
                 ending += self._table.listed_ends()
                 chosen = rule.victims(turn.groups, self._table, ending).tolist()
-                victims = [each for each in chosen if each not in self._waiting][:MOST_VICTIMS]
+                victims = self._named([each for each in chosen if each not in self._waiting][:MOST_VICTIMS])
             is_open = claim is not None and claim.decision.outcome == agent_pb2.OUTCOME_UNSPECIFIED
             if victims and not (is_open and claim is not None and claim.victims.intersection(victims)):
                 self._send(slot, own, victims, turn)
+
+    def _named(self, slots: list[int]) -> dict[str, int]:
+        """Return the slots of live requests by the requests' ids, because another request may have had a slot."""
+        return {info.request_id: slot for slot in slots if (info := self._table.info[slot]) is not None}
 
     def _take_back(self, turn: Turn) -> None:
         """Take back the decisions in force, because another policy may hold; the next ones follow it."""
@@ -176,7 +180,7 @@ class Preemption(Part):
                 turn.out.preempts.add(decision_id=self._ledger.make("preempt", "taken_back", slot), slot=slot)
         self._claims = {}
 
-    def _send(self, slot: int, own: PreemptionPolicy, victims: list[int], turn: Turn) -> None:
+    def _send(self, slot: int, own: PreemptionPolicy, victims: dict[str, int], turn: Turn) -> None:
         limit = turn.policy.engine_limits(self._stream.hello.labels).get("max_num_active_seqs", 0)
         max_running = min(filter(None, (limit, self._stream.hello.max_num_seqs)), default=0)
         reason = rule.waits_for(self._running, max_running)
@@ -188,7 +192,7 @@ class Preemption(Part):
             decision_id=decision_id,
             slot=slot,
             shadow=own.shadow,
-            victims=victims,
+            victims=victims.values(),
             max_prompt_tokens=own.max_prompt_tokens,
             max_preemptions=own.max_preemptions,
             recomputed_tokens_per_s=own.recomputed_tokens_per_s,

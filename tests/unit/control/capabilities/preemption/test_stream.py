@@ -73,6 +73,14 @@ def test_a_waiting_request_of_the_class_may_preempt() -> None:
     assert again.victims == [3]
 
 
+def test_a_later_request_in_a_slot_of_those_that_were_named_is_named_too() -> None:
+    made = Made()
+    assert made.said_preempts(opened=[made.waiter()])
+    assert made.said_preempts(closed=[agent_pb2.RequestClosed(slot=slot) for slot in (0, 1)]) == []
+    (again,) = made.said_preempts(opened=[made.thinker(0, 300, request_id="later")])
+    assert again.victims == [0]
+
+
 NOTHING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("another tenant", {"tenant": "batch"}, {}),
     ("a request that runs at once", {}, {"joined": agent_pb2.JoinedColumns(slot=[2], queueing_ms=[1.0])}),
