@@ -6,8 +6,9 @@ All code runs on the server's event loop.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from datetime import timedelta
+from datetime import UTC, timedelta
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import fleet_pb2
@@ -81,10 +82,11 @@ class HandoverPool:
             and policy.disagg.enabled
             and policy.disagg.thinks(session.hello.labels)
         }
-        by_thinking, promises = self._promises(sessions if takers else ()), Promises()
+        streams = self._newest(sessions) if takers else []
+        by_thinking, promises = defaultdict(Promises, map(_promised, streams)), Promises()
         for promised in by_thinking.values():
             promises.update(promised)
-        engines = {name: _with(engine, promises) for name, engine in self._engines(sessions if takers else ()).items()}
+        engines = {engine.engine_id: _with(engine, promises) for engine in map(_answering, streams)}
         self._shared = {name: old if (old := self._shared.get(name)) == new else new for name, new in engines.items()}
         pools: dict[frozenset[tuple[str, str]], dict[str, fleet_pb2.AnsweringEngine]] = {}
         for session in sessions:
@@ -100,25 +102,16 @@ class HandoverPool:
             if (given := list(mine.values())) != list(session.part(EngineHandovers).pool):
                 yield session, given
 
-    def _engines(self, sessions: Iterable[Session]) -> dict[str, fleet_pb2.AnsweringEngine]:
-        """Return the engines by id, in the order of their ids; an engine of this replica replaces what another
-        replica has reported of it."""
-        reported = [engine.answering_engine for _, engines in self._heard.values() for engine in engines]
-        newest = sorted(sessions, key=lambda session: session.connected_at)
-        own = (session.part(EngineHandovers).answering_engine() for session in newest)
-        by_id = {answering.engine_id: answering for answering in (*reported, *own)}
-        return dict(sorted(by_id.items()))
-
-    def _promises(self, sessions: Iterable[Session]) -> Mapping[str, Promises]:
-        """Return what each thinking engine has promised, by the thinking engines' ids."""
-        by_thinking = defaultdict[str, Promises](Counter)
-        own = ((session.hello.engine_id, session.part(EngineHandovers).promised()) for session in sessions)
-        reported = ((engine.engine_id, engine.promised) for _, engines in self._heard.values() for engine in engines)
-        for thinking, by_answering in (*own, *reported):
-            for answering, promised in by_answering.items():
-                by_thinking[thinking][answering, "requests"] += promised.requests
-                by_thinking[thinking][answering, "blocks"] += promised.blocks
-        return by_thinking
+    def _newest(self, sessions: Iterable[Session]) -> list[Session | fleet_pb2.Engine]:
+        """Return each engine as its newest stream shows it, sorted by id. Another stream of an engine that has moved or
+        restarted may still seem open."""
+        streams: list[tuple[datetime, str, Session | fleet_pb2.Engine]] = [
+            (session.connected_at, session.hello.engine_id, session) for session in sessions
+        ]
+        for _, engines in self._heard.values():
+            streams += [(engine.connect_time.ToDatetime(UTC), engine.engine_id, engine) for engine in engines]
+        newest = {engine_id: stream for _, engine_id, stream in sorted(streams, key=itemgetter(0))}
+        return [newest[engine_id] for engine_id in sorted(newest)]
 
 
 class FleetHandovers(FleetPart):
@@ -201,6 +194,25 @@ class FleetHandovers(FleetPart):
 
     def show_row(self, engine: fleet_pb2.Engine) -> dict[str, Any]:
         return {"handovers": handovers_text(engine)}
+
+
+def _answering(stream: Session | fleet_pb2.Engine) -> fleet_pb2.AnsweringEngine:
+    if isinstance(stream, fleet_pb2.Engine):
+        return stream.answering_engine
+    return stream.part(EngineHandovers).answering_engine()
+
+
+def _promised(stream: Session | fleet_pb2.Engine) -> tuple[str, Promises]:
+    """Return the id of a thinking engine, and what it has promised."""
+    if isinstance(stream, fleet_pb2.Engine):
+        return stream.engine_id, _sums(stream.promised)
+    return stream.hello.engine_id, _sums(stream.part(EngineHandovers).promised())
+
+
+def _sums(promised: Mapping[str, fleet_pb2.PromisedRequests]) -> Promises:
+    """promised: by the answering engine's id."""
+    requests = {(engine_id, "requests"): each.requests for engine_id, each in promised.items()}
+    return Promises(requests | {(engine_id, "blocks"): each.blocks for engine_id, each in promised.items()})
 
 
 def handovers_text(engine: fleet_pb2.Engine) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
+import pytest
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.handover.fleet import KEEP, HandoverPool
@@ -83,6 +84,24 @@ def test_an_engine_is_given_with_what_others_have_promised_to_it() -> None:
         "a1": (2, 7),
         "a2": (3, 17),
     }
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_engine_counts_as_its_newest_stream_shows_it(order: int) -> None:
+    """An engine has moved from one replica to another, and the first one has not noticed yet."""
+    pool, a = HandoverPool(), ready("a", {"pool": "think"})
+    streams = {"before": (-60, 0.75, 7), "after": (-30, 0.5, 2)}
+    heard = {}
+    for replica, (since_s, kv_used, requests) in list(streams.items())[::order]:
+        took, gave = (fleet_pb2.Engine(engine_id=name, state=CONNECTED) for name in ("b", "a2"))
+        took.answering_engine.CopyFrom(answering("b", kv_used=kv_used))
+        gave.promised["b"].requests = requests
+        for engine in (took, gave):
+            engine.connect_time.FromDatetime(NOW + timedelta(seconds=since_s))
+        heard[replica] = [took, gave]
+    pool.hear(heard, NOW)
+    (answers,) = given(pool, a.session)["a"]
+    assert (answers.kv_used, answers.promised.requests) == (0.5, 2)
 
 
 def test_a_frozen_engine_says_so() -> None:
