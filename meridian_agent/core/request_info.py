@@ -152,7 +152,7 @@ def info_of(
         logger.warning("meridian: request %s: %s", request.request_id, own.complaint)
     return RequestInfo(
         request_id=request.request_id,
-        model=clean(lora.lora_name) if lora is not None else model,
+        model=distinct(lora.lora_name) if lora is not None else model,
         tenant=own.tenant,
         slo_class=slo_class,
         refused_slo_class=asked if asked != slo_class else "",

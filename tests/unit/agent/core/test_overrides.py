@@ -120,11 +120,13 @@ def test_a_budget_without_known_markers_or_without_the_field() -> None:
     assert budget_of(SimpleNamespace(extra_args=None), [START, TEXT], MARKERS) is None
 
 
-def told(sampling_params: Any, connector: Any = None, transfer: Any = None, classes: Sequence[str] = ()) -> RequestInfo:
-    """Return what the agent reports of a request with these sampling parameters and kv_transfer_params."""
+def told(
+    sampling_params: Any, connector: Any = None, transfer: Any = None, classes: Sequence[str] = (), lora: str = ""
+) -> RequestInfo:
+    """Return what the agent reports of a request with these sampling parameters, kv_transfer_params and adapter."""
     request = SimpleNamespace(
         request_id="r",
-        lora_request=None,
+        lora_request=SimpleNamespace(lora_name=lora) if lora else None,
         sampling_params=sampling_params,
         prompt_token_ids=None,
         num_prompt_tokens=1,
@@ -255,6 +257,12 @@ def test_long_names_that_begin_alike_are_different(name: str) -> None:
     assert len({exact, *longer}) == 4
     assert {len(text) for text in longer} == {MAX_TEXT}
     assert all(next(text for text in read({name: text})[:3] if text) == text for text in longer)
+
+
+def test_adapters_whose_long_names_begin_alike_are_different() -> None:
+    """Overrides, budgets and the counters of tenants match on the name."""
+    names = ["x" * MAX_TEXT + end for end in ("", "1", "2")]
+    assert len({told(params(None), lora=name).model for name in names}) == len(names)
 
 
 @pytest.mark.parametrize(
