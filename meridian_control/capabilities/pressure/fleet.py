@@ -68,8 +68,9 @@ class FleetPressure(FleetPart):
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        # By engine id: the incarnation, the time at which its newest stream ended, and the controllers of that stream.
-        self._ended: dict[str, tuple[str, datetime, dict[str, Controller]]] = {}
+        # By engine id and incarnation, in the order in which streams ended: the time of the newest one's end, and its
+        # controllers.
+        self._ended: dict[tuple[str, str], tuple[datetime, dict[str, Controller]]] = {}
 
     async def tick(self) -> None:
         async for session in in_turns(self.fleet.connections.sessions):
@@ -78,9 +79,9 @@ class FleetPressure(FleetPart):
     def joined(self, connection: Connection) -> None:
         """Let a stream begin at the levels of the one before: each stream ends after half an hour, also under load."""
         session, now = connection.session, self.fleet.clock()
-        part, (engine_id, incarnation) = session.part(EnginePressure), session.identity
-        before, left_at, controllers = self._ended.pop(engine_id, ("", now, {}))
-        if before == incarnation and (now - left_at).total_seconds() <= KEPT_S:
+        part = session.part(EnginePressure)
+        left_at, controllers = self._ended.pop(session.identity, (now, {}))
+        if (now - left_at).total_seconds() <= KEPT_S:
             part.controllers = controllers
         for replaced in self.fleet.connections.of_process(session.identity):
             part.controllers = replaced.session.part(EnginePressure).kept
@@ -88,15 +89,12 @@ class FleetPressure(FleetPart):
             connection.note(part_record, now, part.record())
 
     def left(self, connection: Connection, replaced: bool) -> None:
-        log_changes(connection.session)
+        session, now = connection.session, self.fleet.clock()
+        log_changes(session)
         if not replaced:
-            engine_id, incarnation = connection.session.identity
-            controllers = connection.session.part(EnginePressure).kept
-            self._ended[engine_id] = incarnation, self.fleet.clock(), controllers
-
-    def forgot(self, engine_ids: list[str]) -> None:
-        for engine_id in engine_ids:
-            self._ended.pop(engine_id, None)
+            self._ended[session.identity] = now, session.part(EnginePressure).kept
+        while self._ended and (now - next(iter(self._ended.values()))[0]).total_seconds() > KEPT_S:
+            del self._ended[next(iter(self._ended))]
 
     def show_engine(self, view: fleet_pb2.Engine, session: Session) -> None:
         view.pressures.extend(session.part(EnginePressure).messages())

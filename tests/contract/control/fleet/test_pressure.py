@@ -222,6 +222,16 @@ async def test_a_stream_begins_at_the_levels_of_its_process_before(
     assert [dict(r.pressure_levels.levels) for r in records if r.HasField("pressure_levels")] == [levels] * bool(levels)
 
 
+def test_the_late_end_of_a_process_takes_no_level_from_the_next_one() -> None:
+    """The stream of a process that was killed may stay open for a while."""
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
+    killed, next_one = (fleet.join(hello("engine", incarnation=incarnation)) for incarnation in "ab")
+    next_one.session.part(EnginePressure).set_levels({"chat": 4})
+    fleet.leave(next_one, "disconnected")
+    fleet.leave(killed, "disconnected")
+    assert fleet.join(hello("engine", incarnation="b")).session.part(EnginePressure).levels == {"chat": 4}
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_level_that_rose_without_effect_ends_with_the_stream(replaced: bool) -> None:
     """The next stream cannot know that the level had no effect, and its first policy may give it one."""
