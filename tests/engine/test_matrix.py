@@ -34,7 +34,7 @@ CHOSEN = {
     ),
     "ngram": (*SIGNALS_AND_CAPS, "a grammar after", "drafts"),
     "v2-async": (*SIGNALS_AND_CAPS, "a waiting request preempts"),
-    "tight": ("preemption for a waiting request",),
+    "tight": ("preemption for a waiting request", "preemption and resumption"),
     "marked-async": ("markers",),
     "example": ("ExampleConnector", "steps of nothing", "blocks that a connector keeps"),
     "nixl-and-example": ("MultiConnector",),

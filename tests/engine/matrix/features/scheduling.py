@@ -276,9 +276,9 @@ def squeezed(engine: Engine, order: str) -> set[Phase]:
     phases: set[Phase] = set()
     preempted = engine.agent.preempted
 
-    def watch(scheduler: Any, request: Any) -> None:
+    def watch(scheduler: Any, request: Any, *rest: Any) -> None:
         phases.add(engine.agent.tracker.by_id[request.request_id].state.phase)
-        preempted(scheduler, request)
+        preempted(scheduler, request, *rest)
 
     engine.agent.preempted = watch
     try:
