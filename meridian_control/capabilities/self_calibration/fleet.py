@@ -110,6 +110,8 @@ class SelfCalibration(FleetPart):
         self._seen: dict[str, Counter[LeftOut | None]] = {}
         self._store: EpisodeStore | None = None
         self._process: asyncio.subprocess.Process | None = None
+        # Whether the replica ends, so that no process may begin.
+        self._ends = False
         # By traffic, the tests of its rule in force.
         self._watches: dict[str, Watch] = {}
         # By traffic, its state as of the newest tick; empty on a replica that does not lead.
@@ -156,12 +158,20 @@ class SelfCalibration(FleetPart):
         self._seen.clear()
 
     async def end(self) -> None:
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.terminate()
+        self._ends = True
+        self._end_process()
+        if self.ticking is not None:
+            # The end of the event loop cancels it, and then leaves its process behind, or waits for ever for one that
+            # is being started.
+            await asyncio.wait([self.ticking], timeout=END_S)
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(END_S):
                 await self._record()
+
+    def _end_process(self) -> None:
+        if self._ends and self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
 
     # ------------------------------------------------------------------------------------------------------- decisions
 
@@ -376,12 +386,15 @@ class SelfCalibration(FleetPart):
         The episodes follow the rest of the task a line each, because to write JSON within JSON takes so long that
         streams would wait.
         """
+        if self._ends:
+            raise CalibrationEndedError("the control plane ends")
         rest = {name: value for name, value in task.items() if name != "episodes"}
         text = "\n".join([json.dumps(rest), *task["episodes"]])
         pipe = asyncio.subprocess.PIPE
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", WORKER, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | ONE_THREAD
         )
+        self._end_process()
         try:
             async with asyncio.timeout(PATIENCE_S):
                 out, complaint = await process.communicate(text.encode())

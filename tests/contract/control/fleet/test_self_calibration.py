@@ -645,6 +645,26 @@ async def test_a_calibration_that_the_end_of_the_replica_ends_has_not_failed(con
     assert (await found(control)).why == ""
 
 
+async def test_no_calibration_outlives_the_replica(control: Control) -> None:
+    """The end of the event loop would leave the process of a tick behind, or wait for ever while one is started."""
+    part = control.fleet.part(SelfCalibration)
+    episodes = [episode.to_json() for episode in EASY.episodes(random.Random(1), 40)]
+    task = {"base": ASKED.model_dump_json(), "episodes": episodes, "max_loss": 0.5, "attempt": 1}
+
+    async def tick() -> None:
+        with pytest.raises(CalibrationError):
+            await part._calibrate(task)
+        with pytest.raises(CalibrationError):
+            await part._calibrate(task)
+
+    part.ticking = asyncio.create_task(tick())
+    # The process is being started.
+    await asyncio.sleep(0)
+    assert part._process is None
+    await part.end()
+    await part.ticking
+
+
 async def test_the_calibration_runs_in_a_process_of_its_own(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     part = control.fleet.part(SelfCalibration)
     episodes = [episode.to_json() for episode in EASY.episodes(random.Random(1), 40)]
