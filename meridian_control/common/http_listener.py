@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Seconds in which a new connection must send the head of its request, and in which a client must read a response.
 HEAD_S, READ_S = 10.0, 30.0
+# Seconds for which `stop` waits for responses under way, whose clients may read nothing.
+STOP_S = 2.0
 # Largest number of connections of a listener.
 MAX_CONNECTIONS = 256
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:\d+)?", re.IGNORECASE | re.ASCII)
@@ -73,13 +75,13 @@ class HttpListener:
     """An HTTP listener. `start` binds its address, and `stop` ends its connections.
 
     The application's responses are short or limit themselves, and only the application's own pages may read them.
-    hosts: further names under which it may be asked. options: those of aiohttp's AppRunner.
+    hosts: further names under which it may be asked.
     """
 
-    def __init__(self, app: web.Application, hosts: Iterable[str] = (), **options: Any) -> None:
+    def __init__(self, app: web.Application, hosts: Iterable[str] = ()) -> None:
         self._further = tuple(hosts)
         app.middlewares.append(self._checked)
-        self._runner = web.AppRunner(app, access_log=None, **options)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
         self._server: asyncio.Server | None = None
         # Connections that must do something within a time, each with the timer that ends it.
         self._due: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}

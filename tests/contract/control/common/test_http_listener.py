@@ -196,6 +196,15 @@ async def test_a_connection_that_asks_nothing_is_ended(monkeypatch: pytest.Monke
         assert not listener._due
 
 
+async def test_a_client_that_does_not_read_holds_up_no_end() -> None:
+    async with asyncio.timeout(http_listener.READ_S):
+        async with listening() as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await reader.read(1)
+        writer.close()
+
+
 async def test_a_client_that_does_not_read_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_listener, "READ_S", 0.01)
     async with listening() as (listener, port):
