@@ -3,6 +3,7 @@
 The module imports only the standard library, because the agent's installation has none of the programs' packages.
 """
 
+import signal
 import sys
 from importlib import import_module
 
@@ -11,6 +12,8 @@ OWN = ("meridian", "meridian_control")
 
 
 def control() -> int:
+    # The first process of a container ignores the signal until it handles it, and would go on to start and to serve.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     return _run("meridian-control", "meridian_control.app.main")
 
 

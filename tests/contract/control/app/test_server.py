@@ -258,6 +258,18 @@ async def test_state_survives_a_restart(own: Process) -> None:
         assert await own.terminate() == 0
 
 
+async def test_sigterm_during_the_start(own: Process) -> None:
+    """A container's first process would ignore it."""
+    file = own.folder / "access.toml"
+    os.mkfifo(file)
+    own.options = ("--access", str(file))
+    own.start()
+    # The open returns once the control plane reads the file.
+    with await asyncio.to_thread(file.open, "w"):
+        assert await own.terminate() == 0
+    assert own.log() == ""
+
+
 # ---------------------------------------------------------------------------------------------------- refused starts
 
 
