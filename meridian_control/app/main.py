@@ -80,6 +80,8 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
             ending.push_async_callback(metrics.stop)
             await metrics.start(args.metrics_listen)
         if parts.replicas is not None:
+            # The start may still fail, and must not leave a replica behind that seems to live and to lead.
+            ending.push_async_callback(leave, parts.replicas)
             await parts.replicas.beat()
         if args.page_listen:
             shown = {"access": access_notice(args), "hosts": args.allow_host, "links": links}
@@ -94,6 +96,7 @@ async def serve(args: argparse.Namespace, log: DecisionLog) -> None:
         if tls is not None and not address.startswith("unix:"):
             handshakes.watch(bound)
         if parts.replicas is not None:
+            # The others take over before the streams end.
             ending.push_async_callback(leave, parts.replicas)
         logger.info("meridian-control %s listening on %s", __version__, _where(args, address, bound))
         if notice := access_notice(args):

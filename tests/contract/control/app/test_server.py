@@ -13,6 +13,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import asyncpg  # type: ignore[import-untyped]
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
@@ -288,6 +289,22 @@ async def test_a_busy_port(own: Process, which: str, flag: str) -> None:
         taken.listen()
         line = await complaint_of(own)
     assert line.startswith(f"meridian-control: {flag}cannot listen on 127.0.0.1:{getattr(own, which)}")
+
+
+async def test_a_refused_start_leaves_no_replica_behind(own: Process, postgres_address: str) -> None:
+    own.options = ("--store", postgres_address)
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", own.port))
+        taken.listen()
+        own.start()
+        assert await own.ended() == 2
+    assert "leads, token 1" in own.log()
+    connection = await asyncpg.connect(postgres_address)
+    try:
+        assert await connection.fetch("SELECT FROM replicas") == []
+        assert await connection.fetch("SELECT FROM leader WHERE expires_at > now()") == []
+    finally:
+        await connection.close()
 
 
 @pytest.mark.parametrize(
