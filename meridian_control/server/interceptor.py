@@ -144,30 +144,32 @@ class _Gated:
 
     async def single(self, given: bytes, context: Context) -> Any:
         try:
-            with await self._admitted(context):
+            with await self._admitted(context) as place:
                 request = await self._request(given)
                 if not self._rule.recorded:
                     return await self._inner(request, context)
-                return await self._gate.finish(self._recorded(request, context))
+                # The work goes on if the caller hangs up, and keeps the call's place.
+                return await self._gate.finish(self._recorded(request, context, place.pop_all()))
         except Exception as error:
             await self._failed(error, context)
 
-    async def _recorded(self, request: Message, context: Context) -> Any:
-        """Record the call, serve it, and add its outcome to the record."""
-        record = await self._gate.audit.begin_call(self._call)
-        before_etag.set(getattr(request, "etag", ""))
-        outcome, details = AuditOutcome("CANCELLED"), None
-        try:
-            response = await self._inner(request, context)
-            outcome = AuditOutcome("OK", after_etag=_etag(response))
-            if enums := _enums(response):
-                details = self._call.details | enums
-        except Exception as error:
-            outcome = _outcome(error, context)
-            raise
-        finally:
-            await self._gate.audit.end_call(record, replace(outcome, before_etag=before_etag.get()), details)
-        return response
+    async def _recorded(self, request: Message, context: Context, place: ExitStack) -> Any:
+        """Record the call, serve it, add its outcome to the record, and free its place."""
+        with place:
+            record = await self._gate.audit.begin_call(self._call)
+            before_etag.set(getattr(request, "etag", ""))
+            outcome, details = AuditOutcome("CANCELLED"), None
+            try:
+                response = await self._inner(request, context)
+                outcome = AuditOutcome("OK", after_etag=_etag(response))
+                if enums := _enums(response):
+                    details = self._call.details | enums
+            except Exception as error:
+                outcome = _outcome(error, context)
+                raise
+            finally:
+                await self._gate.audit.end_call(record, replace(outcome, before_etag=before_etag.get()), details)
+            return response
 
     async def stream(self, given: Any, context: Context) -> AsyncIterator[Any]:
         begun, outcome = None, AuditOutcome("CANCELLED")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import grpc
@@ -10,7 +12,7 @@ import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
-from meridian.v1 import fleet_pb2, policy_pb2
+from meridian.v1 import fleet_pb2, freeze_pb2, policy_pb2
 
 from meridian_control.common.errors import TooMany
 from meridian_control.server.rate_limits import CallLimits, Kind, Limiter, Rate
@@ -117,6 +119,21 @@ async def test_an_engine_is_answered_in_a_flood_of_calls(tmp_path: Path) -> None
                 assert not any(task.done() for task in flooding)
             stop.set()
             await asyncio.gather(*flooding)
+
+
+async def test_a_change_keeps_its_place_although_its_caller_hangs_up(tmp_path: Path) -> None:
+    async with securing(tmp_path, limits=CallLimits(calls=1)) as secured, secured.calling("operator") as operator:
+        with closing(sqlite3.connect(tmp_path / "meridian.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            change = operator.freeze.Thaw(freeze_pb2.ThawRequest())
+            await until(lambda: secured.gate._tasks)
+            change.cancel()
+            # The server learns of the end before one of these calls at the latest.
+            for _ in range(10):
+                code, said = await refusal(operator.freeze.ListFreezes(freeze_pb2.ListFreezesRequest()))
+                assert (code, said) == (EXHAUSTED, "1 calls by one caller are open")
+        await until(lambda: not secured.gate._tasks)
+        await operator.freeze.ListFreezes(freeze_pb2.ListFreezesRequest())
 
 
 async def test_refusals_say_when_to_try_again(tmp_path: Path) -> None:
