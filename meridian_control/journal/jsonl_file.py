@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
 from queue import Full, Queue
 from time import monotonic
@@ -134,6 +134,14 @@ class _File(RotatingFileHandler):
     def __init__(self, path: Path, **options: Any) -> None:
         super().__init__(path, **options)
         self._losses = _Losses()
+        # A kill or a full disk leaves a line without its end, which must not spoil the next one. An empty file has no
+        # last byte.
+        with suppress(OSError):
+            if self.stream is not None and path.is_file():
+                with path.open("rb") as written:
+                    written.seek(-1, os.SEEK_END)
+                    if written.read() != b"\n":
+                        self.stream.write("\n")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         text = f"{self.baseFilename}: decisions cannot be written to this file"

@@ -262,6 +262,18 @@ def test_the_file_is_rotated_by_size_and_old_ones_go(tmp_path: Path) -> None:
     assert json.loads(path.read_text().splitlines()[-1])["decision_id"] == str(decisions[-1].decision_id)
 
 
+def test_a_line_without_its_end_spoils_no_other(tmp_path: Path) -> None:
+    """A control plane that was killed, or whose disk was full, leaves such a line."""
+    path, decisions = tmp_path / "d.jsonl", logged(2)
+    path.write_text('{"decision_id":"1"}\n{"decision_i')
+    for made in decisions:
+        with files.decision_file(path) as write:
+            assert write is not None
+            write(made)
+    _, _, *lines = path.read_text().splitlines()
+    assert [json.loads(line)["decision_id"] for line in lines] == [str(made.decision_id) for made in decisions]
+
+
 def test_what_cannot_be_written_is_left_out_and_said_once_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
