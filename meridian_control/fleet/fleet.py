@@ -87,6 +87,8 @@ class Fleet:
         self.views = Views(self.connections, self.departed, clock, self.engine_view)
         self.closed_totals = Totals()
         self.stream_ends: dict[str, int] = {}
+        # Why the fleet is closed; empty while it is not.
+        self._closed = ""
         self._policies = PolicyDelivery(self.connections, clock, self.turns, self.tasks, revision)
         self.freezes = FreezeDelivery(self.connections, clock, self.tasks, self._froze)
         self.capabilities = capabilities
@@ -145,6 +147,8 @@ class Fleet:
             older.close("replaced")
         self.connections.connect(connection)
         self.departed.remove(hello.engine_id)
+        if self._closed:
+            self._send_away(connection, self._closed)
         return connection
 
     async def keep_resting(self) -> None:
@@ -201,6 +205,8 @@ class Fleet:
             for record in records_at_start(session, now):
                 recording.add(record.SerializeToString())
         self.recordings.add(recording)
+        if self._closed:
+            recording.close()
         return recording
 
     def leave(self, connection: Connection, reason: str) -> None:
@@ -265,12 +271,20 @@ class Fleet:
 
     def going_away(self, reason: str) -> None:
         """Ask every agent to connect to another replica, and end all streams and recordings."""
-        message = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason=reason))
         for connection in self.connections:
-            connection.say([message], self.clock())
-            connection.close("going_away")
+            self._send_away(connection, reason)
         for recording in self.recordings:
             recording.close()
+
+    def close(self, reason: str) -> None:
+        """Do what `going_away` does, also to the streams and recordings that calls under way begin later."""
+        self._closed = reason
+        self.going_away(reason)
+
+    def _send_away(self, connection: Connection, reason: str) -> None:
+        message = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason=reason))
+        connection.say([message], self.clock())
+        connection.close("going_away")
 
     @property
     def revision(self) -> int:

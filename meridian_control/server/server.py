@@ -121,7 +121,7 @@ class ControlServer:
         """Set health to NOT_SERVING, send a GoingAway to each stream, and close the server within the grace period."""
         await self._health.enter_graceful_shutdown()
         self._watching.end_watches()
-        self._fleet.going_away("the control plane is shutting down")
+        self._fleet.close("the control plane is shutting down")
         await self._server.stop(grace_s)
         await self.gate.settle()
         await self._fleet.tasks.settle()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import sys
 import urllib.request
 from contextlib import closing
@@ -22,9 +23,10 @@ from meridian.v1 import fleet_pb2, policy_pb2
 
 from meridian_control.common.paging import MAX_PAGE_SIZE, page
 from meridian_control.server import server as control_server
+from meridian_control.server.rate_limits import Kind
 from tests.contract.clients import Clients, calling
 from tests.contract.raw_engine import RawEngine
-from tests.contract.streams import refusal
+from tests.contract.streams import Control, refusal
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import free_port, start
 
@@ -239,6 +241,26 @@ async def test_sigterm(own: Process) -> None:
         health.cancel()
         assert await ending == 0
     assert "Traceback" not in own.log()
+
+
+async def test_what_calls_under_way_begin_after_the_farewell_ends_at_once(control: Control, tmp_path: Path) -> None:
+    gate = control.parts.gate
+    async with calling(control.target) as clients:
+        engine = RawEngine(clients.channel, "engine")
+        await until(lambda: gate.limiter._taken[Kind.ENGINE, "ipv4:127.0.0.1"])
+        with closing(sqlite3.connect(tmp_path / "meridian.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            recording = clients.fleet.RecordTrace(fleet_pb2.RecordTraceRequest())
+            await until(lambda: gate._tasks)
+            stopping = asyncio.create_task(control.server.stop(300.0))
+            await until(control.server._watching._stopped.is_set)
+        assert await recording.read() is grpc.aio.EOF
+        await engine.welcomed()
+        while not (message := await engine.call.read()).HasField("going_away"):
+            pass
+        assert message.going_away.reason == "the control plane is shutting down"
+        assert await engine.call.read() is grpc.aio.EOF
+        await stopping
 
 
 async def test_state_survives_a_restart(own: Process) -> None:
