@@ -24,7 +24,14 @@ from meridian_control.capabilities.self_calibration.episodes import Episode, Lef
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.capabilities.self_calibration.watch import Watch
-from meridian_control.common.errors import EtagMismatch, MeridianError, PolicyError, RolloutActive, StoreUnavailable
+from meridian_control.common.errors import (
+    EtagMismatch,
+    MeridianError,
+    NotLeading,
+    PolicyError,
+    RolloutActive,
+    StoreUnavailable,
+)
 from meridian_control.common.look import percent
 from meridian_control.common.metric_entry import gauge
 from meridian_control.fleet.part import FleetPart, Shown
@@ -211,6 +218,7 @@ class SelfCalibration(FleetPart):
         self._has_tried = False
         for traffic in dict.fromkeys([*ruled, *learners, *kept]):
             try:
+                self._check_leads()
                 # To read a stored policy takes time, so it is read again only if another one has come into force.
                 if current is None or current.revision < self.fleet.revision:
                     current = await policies.current()
@@ -368,17 +376,24 @@ class SelfCalibration(FleetPart):
 
     async def _result(self, learner: Learner, task: dict[str, Any]) -> dict[str, Any]:
         """Run a task for a traffic. If the task fails, its error is stored, and the traffic rests for REST_S. Raises
-        CalibrationError, StoreUnavailable."""
+        CalibrationError, StoreUnavailable, and NotLeading if another replica decides by now."""
         assert self._store is not None
         try:
-            return await self.calibrate(task)
-        except CalibrationEndedError:
+            found = await self.calibrate(task)
+            self._check_leads()
+            return found
+        except (CalibrationEndedError, NotLeading):
             raise
         except Exception as error:
+            self._check_leads()
             self._rests_until[learner.traffic] = self._clock() + timedelta(seconds=REST_S)
             is_known = isinstance(error, CalibrationError)
             await self._store.save(learner.failed(str(error) if is_known else f"the calibration failed: {error!r}"))
             raise
+
+    def _check_leads(self) -> None:
+        if not self._leads():
+            raise NotLeading("this replica no longer leads")
 
     async def _calibrate(self, task: dict[str, Any]) -> dict[str, Any]:
         """Run a task in a process of its own. Raises CalibrationError.

@@ -25,7 +25,7 @@ from meridian_control.capabilities.self_calibration.fleet import CalibrationErro
 from meridian_control.capabilities.self_calibration.learner import State, fewest
 from meridian_control.capabilities.self_calibration.rule import AUTHOR
 from meridian_control.common.client_credentials import ClientCredentials
-from meridian_control.common.errors import StoreUnavailable
+from meridian_control.common.errors import MeridianError, StoreUnavailable
 from meridian_control.engine.totals import Totals
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import Peers
@@ -523,6 +523,29 @@ async def test_another_leader_goes_on_where_the_first_stopped(control: Control) 
     control.leads = False
     await records(control, MISLED, 300, seed=3)
     assert (await found(control)).state == State.ROLLING_OUT, "only the leader decides"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_calibration_decides_nothing_once_another_replica_leads(control: Control, fails: bool) -> None:
+    """It takes minutes, and what the new leader has stored meanwhile must stay."""
+    await apply(control, ASKED)
+
+    async def outlives_the_lead(task: dict[str, Any]) -> dict[str, Any]:
+        control.leads = False
+        if fails:
+            raise CalibrationError("it took more than 600 s")
+        return await in_process(task)
+
+    part = control.fleet.part(SelfCalibration)
+    part.calibrate = outlives_the_lead
+    for episode in EASY.episodes(random.Random(1), ENOUGH):
+        part.record(WHO.traffic, episode)
+    with suppress(MeridianError):
+        await part.tick()
+    assert not control.leads
+    assert await control.rollouts.store.active() is None
+    row = await found(control)
+    assert (row.state, row.why) == (State.RECORDING, "")
 
 
 async def test_a_replica_that_leads_again_looks_at_what_another_leader_has_left(control: Control) -> None:
