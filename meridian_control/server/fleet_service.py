@@ -16,6 +16,7 @@ from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.common.paging import fitting, page
 from meridian_control.fleet import decision_queries, thinking_ends
 from meridian_control.fleet.part import each
+from meridian_control.server.grpc_server import begin_answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -162,7 +163,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         try:
             async with self._whole.recording(request.engine_id, request.local_only) as recording:
                 # The headers tell the client that the recording has begun.
-                await context.send_initial_metadata(())
+                await begin_answer(context)
                 async for record in recording.records():
                     yield fleet_pb2.RecordTraceResponse(record=record, unreachable_replicas=recording.unreachable)
         finally:

@@ -40,6 +40,15 @@ def server(options: Sequence[tuple[str, Any]], interceptors: Sequence[grpc.aio.S
     return _Server(options, interceptors)
 
 
+async def begin_answer(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Send the headers before the first response. Raises CancelledError if the client has just left: gRPC then raises
+    an error of its own, because it has not cancelled the call yet."""
+    try:
+        await context.send_initial_metadata(())
+    except cygrpc.ExecuteBatchError:
+        raise asyncio.CancelledError from None
+
+
 class _Server(aio_server.Server):
     def __init__(self, options: Sequence[tuple[str, Any]], interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
         self._loop = cygrpc.get_working_loop()

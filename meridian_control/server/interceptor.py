@@ -132,11 +132,12 @@ class _Gated:
 
     async def open(self, given: bytes, context: Context) -> Any:
         """Serve a call that every caller may make. The method returns its response, or writes its responses itself."""
-        self._gate.handshakes.called(context.peer())
+        peer = _peer(context)
+        self._gate.handshakes.called(peer)
         try:
             request, place = self._parsed(given), ExitStack()
             if self._handler.response_streaming:
-                place = self._gate.limiter.place(Kind.OPEN_STREAM, host_of(context.peer()))
+                place = self._gate.limiter.place(Kind.OPEN_STREAM, host_of(peer))
         except MeridianError as error:
             await self._failed(error, context)
         with place:
@@ -200,7 +201,7 @@ class _Gated:
 
         Raises MeridianError.
         """
-        gate, principal, peer = self._gate, NOBODY, context.peer()
+        gate, principal, peer = self._gate, NOBODY, _peer(context)
         gate.handshakes.called(peer)
         try:
             principal = gate.access.identify(context.invocation_metadata() or (), context.auth_context(), peer)
@@ -312,6 +313,14 @@ def _one_line(error: MeridianError) -> str:
 
 def _call(principal: Principal, peer: str, method: str) -> Call:
     return Call(principal.name, principal.role.name.lower(), peer, method)
+
+
+def _peer(context: Context) -> str:
+    """Return the caller's address. Raises CancelledError if the call has ended, before gRPC cancels it: the address is
+    then unknown, and the caller would count as a stranger."""
+    if not (peer := context.peer()):
+        raise asyncio.CancelledError
+    return peer
 
 
 def host_of(peer: str) -> str:

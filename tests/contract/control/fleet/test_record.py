@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
+from meridian.v1 import agent_pb2, audit_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.engine.session import Session
@@ -20,6 +20,8 @@ from meridian_control.fleet import recording
 from meridian_control.offline.episodes import collect
 from meridian_control.offline.trace_file import read
 from meridian_control.policy import formats as forms
+from meridian_control.server.rate_limits import CallLimits, Limiter
+from tests.contract.clients import calling
 from tests.contract.ctl import FakeFleet, run
 from tests.contract.streams import Control, bad_slot, call_to, failure
 from tests.fakes import traces
@@ -167,6 +169,19 @@ async def test_a_session_under_way(control: Control, tmp_path: Path) -> None:
     assert records[-1].down.HasField("going_away")
     found = collect([traces.write(tmp_path / "a.trace", records)])
     assert found.seen == {"after"}
+
+
+async def test_a_client_that_leaves_at_any_moment_is_neither_refused_nor_an_error(control: Control) -> None:
+    """gRPC ends some of these calls before it cancels their tasks."""
+    control.parts.gate.limiter = Limiter(CallLimits(1e9, 10**9, streams=400, all_streams=400))
+    async with calling(control.target) as clients:
+        for number in range(400):
+            begun = clients.fleet.RecordTrace(fleet_pb2.RecordTraceRequest(), timeout=0.001 + number / 130_000)
+            assert (await failure(begun))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        asked = audit_pb2.ListAuditRequest(page_size=1000)
+        while "" in (outcomes := {record.outcome for record in (await clients.audit.ListAudit(asked)).records}):
+            await asyncio.sleep(0.01)
+    assert outcomes <= {"CANCELLED"}
 
 
 async def test_a_killed_recorder_changes_nothing(control: Control) -> None:
