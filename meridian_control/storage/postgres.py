@@ -32,7 +32,13 @@ def create_engine(url: str) -> AsyncEngine:
     """Create an engine for `url`, which is read as libpq does, with sslmode, several hosts and PG* variables."""
 
     async def connect() -> Any:
-        return await asyncpg.connect(url, timeout=CALL_TIMEOUT_S, command_timeout=CALL_TIMEOUT_S)
+        opening = asyncio.ensure_future(asyncpg.connect(url, timeout=CALL_TIMEOUT_S, command_timeout=CALL_TIMEOUT_S))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # Cancelled itself, asyncpg leaves an error that nobody reads, which asyncio logs for each such caller.
+            opening.add_done_callback(_drop)
+            raise
 
     return create_async_engine(
         "postgresql+asyncpg://",
@@ -42,6 +48,11 @@ def create_engine(url: str) -> AsyncEngine:
         pool_timeout=CALL_TIMEOUT_S,
         hide_parameters=True,
     )
+
+
+def _drop(opening: asyncio.Future[Any]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().terminate()
 
 
 async def changes(url: str) -> AsyncGenerator[None, None]:

@@ -1,6 +1,7 @@
 """The policy store on a real SQLite file and a real PostgreSQL."""
 
 import asyncio
+import gc
 import itertools
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -89,6 +90,26 @@ async def test_a_store_closes_after_the_statements_of_cancelled_tasks(address: s
     reading.cancel()
     await database.close()
     assert reading.cancelled()
+
+
+async def test_callers_that_leave_while_a_connection_opens_log_nothing(
+    postgres_address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    database = await Database.open(postgres_address)
+    for number in range(20):
+        await database._engine.dispose()
+        reading = asyncio.create_task(PolicyStore(database).number())
+        await asyncio.sleep(number / 2000)
+        reading.cancel()
+        await asyncio.wait([reading])
+    # The connections that nobody waits for any more have ended.
+    async with database.reading() as connection:
+        count = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
+        while await connection.scalar(count) > 1:
+            await asyncio.sleep(0.01)
+    await database.close()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_reopen_keeps_everything(address: str) -> None:
