@@ -81,8 +81,8 @@ def test_why_harm_is_not_measured(sections: dict[str, Any], why: str) -> None:
     ],
 )
 def test_warnings_of_caps_and_floors_below_the_calibrated_cap(sections: dict[str, Any], expected: list[str]) -> None:
-    scheduler = {"min_think_tokens": 0, "calibrated_cap_tokens": 100, **sections.pop("scheduler", {})}
-    found = warnings(policy(scheduler=scheduler, **sections))
+    scheduler = {"min_think_tokens": 0, "calibrated_cap_tokens": 100, **sections.get("scheduler", {})}
+    found = warnings(policy(**{**sections, "scheduler": scheduler}))
     assert found == [f"{text}, below the 100 that the policy's calibration found to be enough" for text in expected]
-    unknown = policy(scheduler={**scheduler, "calibrated_cap_tokens": 0}, **sections)
+    unknown = policy(**{**sections, "scheduler": {**scheduler, "calibrated_cap_tokens": 0}})
     assert warnings(unknown) == []
