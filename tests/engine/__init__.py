@@ -7,12 +7,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tests.data import maze
-from tests.processes import MODEL
+from tests.processes import MODEL, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.engine.pacing import Settled
+    from tests.processes import Control
 
 ENGINE_ARGS: dict[str, Any] = {
     "model": str(MODEL),
@@ -50,6 +51,23 @@ def stops_next(scheduler: Any, name: str) -> None:
     """Let a request end with its next token, as if the model had ended the turn. name: its id in the scheduler."""
     params = scheduler.requests[name].sampling_params
     params.stop_token_ids = list(range(scheduler.vllm_config.model_config.get_vocab_size()))
+
+
+def rebuild(scheduler: Any) -> Any:
+    """Return a new agent, as a restart of the engine makes it."""
+    from meridian_agent.core.guard import Guard
+
+    scheduler._lifecycle.stop()
+    scheduler._lifecycle.link._thread.join(10)
+    scheduler._lifecycle.limits.restore()
+    scheduler._guard = Guard()
+    scheduler._agent = scheduler._begin()
+    return scheduler._agent
+
+
+def confirmed(control: Control, frozen: bool) -> None:
+    """Wait until the engine has confirmed that it is frozen, or that it is not."""
+    wait_for(lambda: control.engine().freeze.confirmed is frozen, 20, f"frozen: {frozen}")
 
 
 def prompt_ids(llm: Any, case: dict[str, Any]) -> list[int]:

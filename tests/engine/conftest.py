@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from meridian_agent.link import control_stream
-from tests.engine import ENGINE_ARGS, cases, chat
+from tests.engine import ENGINE_ARGS, cases, chat, confirmed, rebuild
 from tests.engine.pacing import SOON_S, Settled
 from tests.engine.policies import NEUTRAL
 from tests.engine.served import APART, CLASS, KEEPS, REASONING, STRIPS, SWITCH, TENANT, TURNS, Client, governed
@@ -147,10 +147,12 @@ def fronts(folder: Path) -> Iterator[Client]:
 
 
 @pytest.fixture
-def agent(llm: LLM, scheduler: Any, control: Control) -> Any:
-    """Return the agent, with a neutral policy in force and no request running."""
-    assert not scheduler._guard.fault
-    # A failed test may have left requests behind.
+def agent(llm: LLM, scheduler: Any, control: Control) -> Iterator[Any]:
+    """Yield the agent, with a neutral policy in force, no request running, and nothing left of earlier tests."""
+    if scheduler._guard.faults or scheduler._guard.fault or scheduler._agent.facts.later_turns.note:
+        # Faults would count towards those of this test, and the engine would keep blocks from experience.
+        rebuild(scheduler)
+    # A failed test may have left requests and a freeze behind.
     if left := list(scheduler.requests):
         llm.llm_engine.abort_request(left, internal=True)
         # An engine core in its own process takes one more step to clear aborted requests; this engine core steps only
@@ -158,15 +160,27 @@ def agent(llm: LLM, scheduler: Any, control: Control) -> Any:
         llm.llm_engine.step()
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
+    if control.engine().HasField("freeze"):
+        control.thaw()
+        confirmed(control, False)
     control.apply(NEUTRAL)
     agent = scheduler._agent
-    if agent.tracker.markers != agent.link.lease.held[1]:
-        # The test before has used other markers. An idle engine takes new markers over with its next request.
+    if agent.frozen or not agent.link.outbox.follows or agent.tracker.markers != agent.link.lease.held[1]:
+        # An idle engine takes other markers over, and the end of a freeze, with its next request, which counts for
+        # nothing if a snapshot reports it.
         from vllm import SamplingParams
 
         chat(llm, cases()[:1], SamplingParams(max_tokens=1))
         control.settled()
-    return agent
+    yield agent
+    assert not scheduler._guard.fault
+
+
+@pytest.fixture(autouse=True)
+def _begins_anew(request: pytest.FixtureRequest, _connects_soon: None) -> None:
+    """Let each test on the shared engine begin as the fixture `agent` says, also if it asks for less."""
+    if "control" in request.fixturenames:
+        request.getfixturevalue("agent")
 
 
 @pytest.fixture

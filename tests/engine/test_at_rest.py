@@ -12,12 +12,11 @@ from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams
 
 from meridian_agent.link.lease import LATE_S
-from tests.engine import Run, cases, chat
+from tests.engine import Run, cases, chat, confirmed
 from tests.engine.policies import NEUTRAL
 from tests.engine.recording import records
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
-from tests.engine.test_fail_static import confirmed
 from tests.processes import Control, wait_for
 
 if TYPE_CHECKING:
@@ -42,6 +41,8 @@ def answers_seldom(control: Control) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control, "module", Control.module)
         control.start()
+        # The stream begins before the first request does.
+        control.apply(NEUTRAL)
         yield
         control.process.stop()
     control.start()

@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core.probe_admission import MAX_HOLD_MS
-from tests.engine import ENGINE_ARGS, FIRST_TOKENS, Run, cases, chat
+from tests.engine import ENGINE_ARGS, FIRST_TOKENS, Run, cases, chat, confirmed, rebuild
 from tests.engine.policies import CONVERGED, NEUTRAL
 from tests.engine.recording import records
 from tests.engine.test_budgets import shown
@@ -31,29 +31,6 @@ LIMITED: dict[str, Any] = {**CAPPED, "engine": {"max_num_active_seqs": 3}}
 PLACES = ENGINE_ARGS["max_num_seqs"]
 
 
-def rebuild(scheduler: Any) -> Any:
-    """Return a new agent, as a restart of the engine makes it."""
-    from meridian_agent.core.guard import Guard
-
-    scheduler._lifecycle.stop()
-    scheduler._lifecycle.link._thread.join(10)
-    scheduler._lifecycle.limits.restore()
-    scheduler._guard = Guard()
-    scheduler._agent = scheduler._begin()
-    return scheduler._agent
-
-
-def confirmed(control: Control, frozen: bool) -> None:
-    wait_for(lambda: control.engine().freeze.confirmed is frozen, 20, f"frozen: {frozen}")
-
-
-@pytest.fixture
-def thawed(control: Control) -> Iterator[None]:
-    yield
-    control.thaw()
-    confirmed(control, False)
-
-
 @pytest.fixture
 def lost(control: Control, scheduler: Any) -> Iterator[None]:
     """Restore the control plane and the agent's clock after a test, whatever it does to them."""
@@ -72,7 +49,6 @@ def kill(control: Control, agent: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------- freeze
 
 
-@pytest.mark.usefixtures("thawed")
 def test_frozen_output_is_stocks(
     llm: Any, agent: Any, scheduler: Any, control: Control, stock: list[list[int]]
 ) -> None:
@@ -105,7 +81,6 @@ def test_frozen_output_is_stocks(
     assert scheduler.max_num_active_reqs == 3
 
 
-@pytest.mark.usefixtures("thawed")
 def test_requests_in_flight_are_let_go_and_taken_up_again(
     llm: Any, agent: Any, control: Control, settled: Settled
 ) -> None:
@@ -154,7 +129,6 @@ def lets_go(agent: Any, run: Run, stock: list[list[int]]) -> None:
     assert [run.tokens[f"r{number}"] for number in range(len(stock))] == stock
 
 
-@pytest.mark.usefixtures("thawed")
 def test_a_freeze_lets_held_requests_go(
     llm: Any, agent: Any, control: Control, settled: Settled, stock: list[list[int]]
 ) -> None:

@@ -13,12 +13,11 @@ from meridian_agent.core import guard as guard_module
 from meridian_agent.core.step_record import COUNTERS
 from meridian_agent.core.step_signals import SPENT_STEPS
 from meridian_agent.vllm_adapter.server_metrics import REQUESTS
-from tests.engine import Run, cases, chat
+from tests.engine import Run, cases, chat, rebuild
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.recording import records
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
-from tests.engine.test_fail_static import rebuild
 from tests.engine.test_phase_metrics import by_phase
 from tests.processes import ENGINE_ENV, Process, wait_for
 

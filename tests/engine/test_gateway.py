@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.engine import confirmed
 from tests.engine.ctl import ctl
 from tests.engine.served import CLASS, CLOSING, CLOSING_TOKENS, PROMPTS, TENANT, TOKENS, Client, governed
 from tests.engine.test_effort import PROMPT
-from tests.engine.test_fail_static import confirmed
 from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from meridian_agent.core.phases import Phase
-from tests.engine import STRIPPED, Run, chat
+from tests.engine import STRIPPED, Run, chat, confirmed, rebuild
 from tests.engine.policies import NEUTRAL
 from tests.engine.recording import records, rows
 from tests.engine.test_decisions import ENDLESS, opened
-from tests.engine.test_fail_static import confirmed, rebuild
 from tests.processes import MERIDIANCTL, run, wait_for
 
 if TYPE_CHECKING:

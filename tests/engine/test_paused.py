@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 
+from tests.engine import confirmed
 from tests.engine.served import paused
-from tests.engine.test_fail_static import confirmed
 from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core import guard as guard_module
-from tests.engine import SHORT, Run, chat, paced, prompt_ids
+from tests.engine import SHORT, Run, chat, paced, prompt_ids, rebuild
 from tests.engine.test_decisions import endless, opened
-from tests.engine.test_fail_static import kill, lost, rebuild, state_file  # noqa: F401 - a fixture
+from tests.engine.test_fail_static import kill, lost, state_file  # noqa: F401 - a fixture
 from tests.engine.test_faults import rebuilt  # noqa: F401 - a fixture
 from tests.engine.test_pressure import half_the_cache
 from tests.processes import wait_for

@@ -15,11 +15,11 @@ import pytest
 from vllm import SamplingParams
 
 from meridian_agent.vllm_adapter.stop_tokens import SleepingTokens, stop_also_after
-from tests.engine import SHORT, Run, prompt_ids
+from tests.engine import SHORT, Run, confirmed, prompt_ids
 from tests.engine.ctl import ctl
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import OPEN
-from tests.engine.test_fail_static import confirmed, kill, lost, thawed  # noqa: F401 - fixtures
+from tests.engine.test_fail_static import kill, lost  # noqa: F401 - a fixture
 from tests.processes import wait_for
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ def test_the_request_has_the_last_word(  # noqa: PLR0917
     assert stops.places(llm, own, is_chat=is_chat) == [ANSWER if sleep else THINKING] * 2
 
 
-@pytest.mark.usefixtures("thawed")
 def test_frozen_in_shadow_or_disabled_stops_are_stocks(llm: Any, control: Control, stops: Stops) -> None:
     for off in ({"shadow": True}, {"enabled": False}):
         control.apply({"scheduler": {"answer_only_stops": "all", **off}})
@@ -211,7 +210,6 @@ def test_each_sequence_of_a_request_stops_in_its_answer(llm: Any, control: Contr
     assert places == [[ANSWER] * 2] * 2
 
 
-@pytest.mark.usefixtures("thawed")
 def test_a_freeze_in_the_thinking_wakes_stops(llm: Any, agent: Any, control: Control, stops: Stops) -> None:
     control.apply({"scheduler": {"answer_only_stops": "all", "answer_reserve_tokens": 0}})
     prompt, run = prompt_ids(llm, {"prompt": SHORT[0], "template": OPEN}), Run(llm)
