@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.data import maze
+from tests.engine.served import Client
 from tests.engine.test_client_ids import explained
 from tests.processes import MODEL, RPC_S
 
@@ -59,16 +60,20 @@ def test_what_a_prompt_of_embeddings_opens_is_as_on_stock_vllm_and_said(
     apart: tuple[Served, Control], embedded: Callable[..., tuple[list[int], str]]
 ) -> None:
     server, control = apart
+
+    def counted() -> tuple[float, float]:
+        """Return the unread prompts of the engine, and those of the fleet."""
+        return control.settled().unread_prompts, Client(*apart).metric("meridian_unread_prompts_total")
+
     ids, rows = embedded(open_think=True)
     control.apply({"entropy": {"enabled": False}})
     free = complete(server, control, prompt=ids)
     limits = {"max_think_tokens": CAP, "answer_reserve_tokens": 9, "answer_reserve_for": "all"}
     control.apply({"entropy": {"enabled": False}, "scheduler": limits})
     assert complete(server, control, prompt=ids) != free, "a prompt of tokens is capped"
+    engine, fleet = counted()
     assert complete(server, control, prompt_embeds=rows) == free
-    assert control.settled().unread_prompts == 1
-    text = httpx.get(f"http://{control.options[-1]}/metrics", timeout=RPC_S, verify=False).text
-    assert "meridian_unread_prompts_total 1.0" in text
+    assert counted() == (engine + 1, fleet + 1)
 
 
 def test_thinking_that_the_model_opens_after_embeddings_is_capped(
