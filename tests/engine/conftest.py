@@ -118,7 +118,7 @@ def switched(folder: Path, switched_template: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def apart(folder: Path, switched: list[str]) -> Iterator[tuple[Served, Control]]:
+def apart_server(folder: Path, switched: list[str]) -> Iterator[tuple[Served, Control]]:
     """Yield a server whose front end, engine core and worker are processes of their own, with the options `switched`,
     and its control plane, which has the capability of `tests.primes`."""
     with governed(folder / "apart", switched, {**APART, "VLLM_SERVER_DEV_MODE": "1"}, kind=ControlWithPrimes) as both:
@@ -126,7 +126,7 @@ def apart(folder: Path, switched: list[str]) -> Iterator[tuple[Served, Control]]
 
 
 @pytest.fixture(scope="session")
-def by_default(folder: Path, switched_template: Path) -> Iterator[tuple[Served, Control]]:
+def by_default_server(folder: Path, switched_template: Path) -> Iterator[tuple[Served, Control]]:
     """Yield a server whose own template and default settings keep thinking, and which takes the tenant from `user` and
     the SLO class from nowhere, and its control plane."""
     options = [*TURNS, "--chat-template", str(switched_template)]
@@ -137,13 +137,37 @@ def by_default(folder: Path, switched_template: Path) -> Iterator[tuple[Served, 
 
 
 @pytest.fixture(scope="session")
-def fronts(folder: Path) -> Iterator[Client]:
-    """Yield a client of a server with two API server processes, whose gateway names tenants and SLO classes in headers,
-    and in which vLLM closes thinking with a text."""
+def fronts_server(folder: Path) -> Iterator[tuple[Served, Control]]:
+    """Yield a server with two API server processes, whose gateway names tenants and SLO classes in headers, and in
+    which vLLM closes thinking with a text, and its control plane."""
     options = ["--api-server-count", "2", "--reasoning-config", REASONING]
     more = {"MERIDIAN_TENANT_FROM": f"header:{TENANT}", "MERIDIAN_SLO_CLASS_FROM": f"header:{CLASS}"}
     with governed(folder / "fronts", options, {**APART, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **more}) as both:
-        yield Client(*both)
+        yield both
+
+
+def anew(both: tuple[Served, Control]) -> tuple[Served, Control]:
+    """Return a server and its control plane once nothing of earlier tests is in force."""
+    served, control = both
+    control.thaw()
+    control.apply({})
+    served.begin()
+    return both
+
+
+@pytest.fixture
+def apart(apart_server: tuple[Served, Control]) -> tuple[Served, Control]:
+    return anew(apart_server)
+
+
+@pytest.fixture
+def by_default(by_default_server: tuple[Served, Control]) -> tuple[Served, Control]:
+    return anew(by_default_server)
+
+
+@pytest.fixture
+def fronts(fronts_server: tuple[Served, Control]) -> Client:
+    return Client(*anew(fronts_server))
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def serving(folder: Path, more: dict[str, str], options: Sequence[str] = ()) -> 
         yield Client(*both)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(fronts: Client) -> Client:
     """Return a client of a server with two API server processes, whose gateway sends both facts as headers."""
     fronts.control.apply(POLICY)

@@ -108,7 +108,7 @@ def _turn(answer: dict[str, Any], content: str, prompt: list[int], tokens: list[
     return Turn(content, usage["prompt_tokens"], cached, prompt, tokens)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def governed(apart: tuple[served.Served, Control]) -> Server:
     apart[1].apply(POLICY)
     return Server(*apart)
