@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
-from vllm import SamplingParams
 
 from tests.data import maze
-from tests.engine import Run, chat, prompt_ids
+from tests.engine import Run, prompt_ids
 from tests.engine.policies import CONVERGED
 from tests.engine.test_rules import CASES, GREEDY, free_run
 from tests.processes import RPC_S
@@ -72,8 +71,6 @@ def test_what_follows_forced_and_natural_ends(
     start = {"think_start_token_ids": [word], "think_end_token_ids": [end]} if again else {}
     rules = {**CONVERGED["entropy"], "holdout_share": 0.5, "eat_hold_ms": 5000}
     model = {"maze": {"closing_text": text, **start}}
-    # The first requests of an engine may be reported after their first token, and then do not count.
-    chat(llm, CASES[:1], SamplingParams(max_tokens=4))
     # Both cases count anew, because the model's facts belong to the rules.
     control.apply({**CONVERGED, "entropy": rules, "model": model})
     sides: dict[str, list[list[int]]] = {"forced": [], "natural": []}
