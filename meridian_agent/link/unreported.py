@@ -125,6 +125,8 @@ class Unreported:
         """Return the tokens of ended requests for the snapshot before the record of this step. The control plane
         answers a snapshot at once if it says unreported tokens; any other need not be awaited."""
         self._found.clear()
+        # No answer can have named this step, but the control plane of an earlier stream may have named any.
+        self.heard_step = min(self.heard_step, max(0, step - 1))
         ended = list(self._ended.items())
         for group, tokens in ended:
             _add(self._said, group, tokens)

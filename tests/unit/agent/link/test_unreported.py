@@ -80,7 +80,8 @@ def connected(*names: str) -> Engine:
 FIRST, SECOND = "connect >a >b >c +1 hear", "connect >a >b >c +1 hear lose +2 -b connect +1 mark"
 # What happens: `>a` a request arrives, `>a!` one that answers at once, `-a` it ends, `*a` it is read again and has 100
 # more thinking tokens, `+3` three steps, `quiet` no answer for too long, `mark` the step whose number `hear mark`
-# answers. Then what the newest stream's snapshot says of live requests, and of those that have ended.
+# answers, `hear-any` an answer that names a step far ahead. Then what the newest stream's snapshot says of live
+# requests, and of those that have ended.
 STORIES: dict[str, tuple[str, dict[str, int], int]] = {
     "before the first stream": (">a +3 connect >b +1", {"a": 4, "b": 1}, 0),
     "without a stream": (f"{FIRST} +10 lose +2 -b >d +3 -d connect +1", {"a": 6, "c": 6}, 5),
@@ -89,6 +90,11 @@ STORIES: dict[str, tuple[str, dict[str, int], int]] = {
     # An answer shows that the snapshot has arrived.
     "a snapshot that was answered": (f"{SECOND} -c +4 hear mark lose +1 connect +1", {"a": 2}, 0),
     "a snapshot that was not answered": (f"{SECOND} -c +4 lose +1 connect +1", {"a": 9}, 5),
+    "a step that was never reached, on an earlier stream": (
+        f"{FIRST} hear-any lose +2 -b connect +1 -c +4 lose +1 connect +1",
+        {"a": 9},
+        5,
+    ),
     "a snapshot that says nothing": ("connect >b! +1 >a +5 lose +1 connect +1", {"b": 0, "a": 2}, 0),
     # A machine that dies ends no connection, so the engine goes on sending until its lease or a keepalive ends.
     "a stream that falls silent": (f"{FIRST} +5 quiet +1 -b +1 lose +1 connect +1", {"a": 4, "c": 4}, 1),
@@ -121,6 +127,8 @@ def play(engine: Engine, story: str) -> None:
             engine.now_s += SILENT_S + 0.1
         elif event == "mark":
             marked = engine.engine.step
+        elif event == "hear-any":
+            engine.hear(1 << 40)
         elif event == "hear-mark":
             engine.hear(marked)
         else:
