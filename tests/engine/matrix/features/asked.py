@@ -99,8 +99,8 @@ def held_back(engine: Engine) -> None:
 @feature("requests that rule the end marker out think on, as stock's", *ALL)
 def ruled_out(engine: Engine) -> None:
     """A mask of one token that the request forbids would leave the sampler with nothing to choose from."""
-    vocabulary = engine.llm.llm_engine.model_config.get_vocab_size()
-    others = [token for token in range(vocabulary) if token != engine.end]
+    # An older vLLM refuses ids that the model has beyond those of its tokenizer.
+    others = [token for token in range(len(engine.llm.get_tokenizer())) if token != engine.end]
     asks = [
         Ask(engine.prompt(0), {**GREEDY, "max_tokens": 25, "allowed_token_ids": others}),
         Ask(
