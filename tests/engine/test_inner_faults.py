@@ -297,8 +297,8 @@ def test_a_very_long_request(llm: Any, agent: Any, control: Control) -> None:
     early = [calls_in(run.step) for _ in range(50)]
     run.until(lambda: len(run.tokens["long"]) > 240)
     late = [calls_in(run.step) for _ in range(50)]
-    # An answer of the control plane may come in any of the steps.
-    assert 0 < sorted(late)[25] <= 1.2 * sorted(early)[25]
+    # An answer of the control plane may come in any of the steps, on a busy machine in most of them.
+    assert 0 < min(late) <= 1.1 * min(early)
     run.until()
     assert set(reads) <= {"place", "_enter", "looks", "take"}
     probes = control.settled().decisions["probe"] - before
