@@ -83,6 +83,7 @@ class Database:
                 if file and serves:
                     database._lock = _locked(file, serves)
                 event.listen(database._engine.sync_engine, "connect", _make_durable)
+                event.listen(database._engine.sync_engine, "invalidate", _let_go)
             try:
                 async with database._engine.begin() as connection:
                     await migrate(connection)
@@ -195,8 +196,8 @@ class Database:
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
-        """Close all connections. Those of tasks that were cancelled end their statements first: if such a task is
-        cancelled once more, as at the end of the event loop, aiosqlite 0.22 waits for ever."""
+        """Close all connections. Those of tasks that were cancelled end their statements first, because a task that is
+        cancelled once more, as at the end of the event loop, may leave its connection open."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._unused.wait()
@@ -234,6 +235,15 @@ def _make_durable(connection: Any, _record: Any) -> None:
             await_only(asyncio.sleep(WAL_RETRY_S))
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.close()
+
+
+def _let_go(connection: Any, _record: Any, _error: Any) -> None:
+    """End the transaction of a connection that SQLAlchemy gives up because a statement was cancelled. Closed with rows
+    of that statement unread, SQLite would keep the transaction and its lock until Python frees the statement. If the
+    task is cancelled again while SQLAlchemy closes the connection, a task of SQLAlchemy waits for ever."""
+    with suppress(sqlite3.Error):
+        connection.rollback()
+        connection.close()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import itertools
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import UTC, datetime, timedelta, timezone
@@ -90,6 +91,41 @@ async def test_a_store_closes_after_the_statements_of_cancelled_tasks(address: s
     reading.cancel()
     await database.close()
     assert reading.cancelled()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_cancelled_write_keeps_neither_lock_nor_task(path: Path, file: str, times: int) -> None:
+    """The error of the task refers to the statement, whose rows are unread, for as long as `held` does."""
+    database, running, goes_on = await Database.open(file), asyncio.Event(), threading.Event()
+    loop, before = asyncio.get_running_loop(), asyncio.all_tasks()
+
+    def run() -> bool:
+        loop.call_soon_threadsafe(running.set)
+        return goes_on.wait()
+
+    async def write() -> None:
+        async with database.writing() as connection:
+            raw: Any = (await connection.get_raw_connection()).driver_connection
+            await raw.create_function("run", 0, run)
+            await connection.execute(text("BEGIN IMMEDIATE"))
+            await connection.execute(text("SELECT run()"))
+
+    writing = asyncio.create_task(write())
+    await running.wait()
+    for _ in range(times):
+        writing.cancel()
+        # In so many rounds the task comes to wait for the driver, which waits for `goes_on`.
+        for _ in range(20):
+            await asyncio.sleep(0)
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError) as held:
+        await writing
+    async with asyncio.timeout(30):
+        await asyncio.gather(*asyncio.all_tasks() - before)
+    with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+    assert held.tb
+    await database.close()
 
 
 async def test_callers_that_leave_while_a_connection_opens_log_nothing(
