@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Row, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from meridian_control.common.errors import NotFound
+from meridian_control.common.errors import NotFound, StoreUnavailable
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.storage.database import Database, utc
 from meridian_control.storage.tables import freezes as _freezes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 # End time of a freeze that was thawed: no clock is before it, also if clocks differ or are set back.
 THAWED = datetime.fromtimestamp(0, UTC)
@@ -31,7 +31,7 @@ class FreezeStore:
     """The freezes in a database.
 
     `clock` gives aware time, and is not set back while the process runs. `on_change` is called with the freezes in
-    force after each read.
+    force after each read and each change.
     """
 
     def __init__(
@@ -40,20 +40,37 @@ class FreezeStore:
         self._database, self._clock, self._on_change = database, clock, on_change
         # Serialises reads, so that `on_change` never gets freezes that are older than those it got before.
         self._looking = asyncio.Lock()
+        # The freezes that `on_change` got last.
+        self._passed_on: tuple[Freeze, ...] = ()
         # Times at which this process first read freezes that, by its clock, had not begun, by freeze id.
         self._begun: dict[int, datetime] = {}
 
     async def look(self) -> tuple[Freeze, ...]:
         """Read the freezes in force, newest first, and pass them to `on_change`. Raises StoreUnavailable."""
-        query = select(_freezes).order_by(_freezes.c.freeze_id.desc())
         async with self._looking:
-            now = self._clock().astimezone(UTC)
-            async with self._database.reading() as connection:
-                rows = await connection.execute(query.where(_freezes.c.end_time > now))
-            read = [self._begun_by(_freeze(row), now) for row in rows]
-            in_force = tuple(freeze for freeze in read if freeze.end_time > now)
-            self._on_change(in_force)
+            return await self._read()
+
+    async def _read(self) -> tuple[Freeze, ...]:
+        query, now = select(_freezes).order_by(_freezes.c.freeze_id.desc()), self._clock().astimezone(UTC)
+        async with self._database.reading() as connection:
+            rows = await connection.execute(query.where(_freezes.c.end_time > now))
+        read = [self._begun_by(_freeze(row), now) for row in rows]
+        return self._pass_on(tuple(freeze for freeze in read if freeze.end_time > now))
+
+    def _pass_on(self, in_force: tuple[Freeze, ...]) -> tuple[Freeze, ...]:
+        self._passed_on = in_force
+        self._on_change(in_force)
         return in_force
+
+    async def _take_up(self, changed: Collection[int], begun: tuple[Freeze, ...] = ()) -> None:
+        """Pass a stored change on: `begun` is in force instead of the freezes with the ids `changed`. The engines get
+        the change also if the store cannot be read now; on SQLite nothing would read it later."""
+        async with self._looking:
+            try:
+                await self._read()
+            except StoreUnavailable:
+                others = [freeze for freeze in self._passed_on if freeze.freeze_id not in changed]
+                self._pass_on((*begun, *others))
 
     def _begun_by(self, freeze: Freeze, now: datetime) -> Freeze:
         """Return a freeze that lasts no longer from now on than its own duration.
@@ -80,7 +97,7 @@ class FreezeStore:
             except IntegrityError:
                 # Another caller took the id.
                 continue
-            await self.look()
+            await self._take_up([freeze.freeze_id], (freeze,))
             return freeze
 
     async def thaw(self, freeze_id: int) -> list[Freeze]:
@@ -92,7 +109,7 @@ class FreezeStore:
         ids = [freeze.freeze_id for freeze in ended]
         async with self._database.writing() as connection:
             await connection.execute(update(_freezes).where(_freezes.c.freeze_id.in_(ids)).values(end_time=THAWED))
-        await self.look()
+        await self._take_up(ids)
         return [replace(freeze, end_time=now) for freeze in ended]
 
     async def follow(self) -> None:

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from google.protobuf import duration_pb2
 from meridian.v1 import fleet_pb2, freeze_pb2
+from sqlalchemy import event
 
 from meridian_control.cli import expected
 from meridian_control.cli import freeze as cli_freeze
@@ -244,6 +245,28 @@ async def test_frozen_and_thawed(control: Control) -> None:
         await engine.steps_until(lambda: not control.engine().open_decisions)
         (connection,) = control.fleet.connections
         assert connection.session.totals.unknown_outcomes == 0
+
+
+async def test_a_change_reaches_the_engines_though_the_store_is_lost_once_it_is_stored(control: Control) -> None:
+    stored = False
+
+    def lose(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        nonlocal stored
+        stored |= statement.startswith(("INSERT INTO freezes", "UPDATE freezes"))
+        if stored and statement.startswith("SELECT freezes"):
+            raise OSError("the disk is gone")
+
+    kept = await freeze(control.target, engine_ids=["other"])
+    event.listen(control.store.database._engine.sync_engine, "before_cursor_execute", lose)
+    with LinkedEngine([control.target]) as engine:
+        await until(control.connected)
+        made = await freeze(control.target)
+        await until(engine.link.lease.frozen)
+        assert [f.freeze_id for f in control.fleet.freezes.in_force] == [made.freeze_id, kept.freeze_id]
+        stored = False
+        assert await thaw(control.target, made.freeze_id) == [made.freeze_id]
+        await until(lambda: not engine.link.lease.frozen())
+        assert [f.freeze_id for f in control.fleet.freezes.in_force] == [kept.freeze_id]
 
 
 async def test_only_what_matches_is_frozen(control: Control) -> None:
