@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-# While no rollout is active, only each of so many ticks reads the store. `look` is called when a rollout begins, so the
-# reading only finds one whose caller was cut off before that.
+# While no rollout is active, one of so many ticks reads the store, and also the first tick after a call of `look` or a
+# failure. `look` is called when a rollout begins, so the ticks only find a rollout that `look` could not read.
 IDLE_TICKS = 10
 # Seconds between two writes of the measurements, which other replicas show, or use when they take over the driving.
 STORE_S = 5.0
@@ -96,7 +96,7 @@ class Rollouts:
         # beginning.
         self._watched_s = inf
         self._sampler = Sampler()
-        # Counts the ticks, so that the first one reads the store.
+        # The number of ticks since one has read the store; -1 if the next tick is to read it.
         self._idle_ticks = -1
 
     async def look(self) -> None:
@@ -104,7 +104,7 @@ class Rollouts:
 
         Raises StoreUnavailable, StoredPolicyUnreadable.
         """
-        policies = self.store.policies
+        policies, self._idle_ticks = self.store.policies, -1
         async with self._one_at_a_time:
             # The policy comes first, because a rollout that only a newer version of the control plane can read is an
             # error. To read a stored policy takes time, so only a new one is read.
@@ -172,11 +172,12 @@ class Rollouts:
 
         Raises StoreUnavailable, StoredPolicyUnreadable, and the errors of `fence`.
         """
-        self._idle_ticks = (self._idle_ticks + 1) % IDLE_TICKS
-        if not self._leads() or (self._told is None and self._idle_ticks):
-            self._driven = None
+        idle_ticks = (self._idle_ticks + 1) % IDLE_TICKS
+        if not self._leads() or (self._told is None and idle_ticks):
+            self._idle_ticks, self._driven = idle_ticks, None
             return False
         stored = await self.store.active()
+        self._idle_ticks = 0
         if _version(stored) != self._told:
             await self.look()
         if stored is None:

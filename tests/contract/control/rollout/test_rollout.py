@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2
+from sqlalchemy import event
 
 from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.common.errors import StoreUnavailable
@@ -237,6 +238,29 @@ async def test_after_a_restart_no_step_ends_before_its_engines_are_back(
         await a.has(2)
         assert (await control.ticks(back_s)).step == 1
         assert (await control.ticks(1)).step == 2
+
+
+async def test_the_next_tick_finds_a_rollout_that_was_stored_and_could_not_be_read(control: Control) -> None:
+    stored = False
+
+    def lose(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        nonlocal stored
+        if stored and statement.startswith("SELECT"):
+            raise OSError("the disk is gone")
+        stored |= statement.startswith("INSERT INTO rollouts")
+
+    with Engine(control, "a", "canary") as a:
+        await a.has(1)
+        await control.rollouts.tick()
+        engine = control.store.database._engine.sync_engine
+        event.listen(engine, "before_cursor_execute", lose)
+        lost = (grpc.StatusCode.UNAVAILABLE, "policy store: the disk is gone")
+        assert await refusal(control.begin(CANARY)) == lost
+        with pytest.raises(StoreUnavailable):
+            await control.rollouts.tick()
+        event.remove(engine, "before_cursor_execute", lose)
+        assert await control.rollouts.tick()
+        await a.has(2)
 
 
 async def test_a_caller_who_is_faster_than_a_tick_delays_no_step(
