@@ -178,7 +178,7 @@ class ControlStream:
         requests."""
         self._refused = {}
         self.mailbox.clear()
-        self.outbox.resync()
+        self.outbox.begin_again()
         self.inbox.skip_to_new_stream()
         self.mailbox.begin()
 

@@ -87,7 +87,9 @@ class Outbox:
         self.counters: Callable[[], tuple[float, ...]] = tuple
         # Returns the engine's gauges, for a report whose last step has not read them.
         self.gauges: Callable[[], Gauges] = Gauges
-        self._streaming = False
+        # Whether each record since the stream's snapshot has been queued; and whether another snapshot is to follow the
+        # next record.
+        self._streaming = self._resyncs = False
         self.unreported = Unreported()
         self.reports_dropped = 0
         # Outcomes of dropped records, kept so that each decision still gets its one outcome.
@@ -110,8 +112,8 @@ class Outbox:
     # ------------------------------------------------------------------------------ called on the engine-core thread
 
     def send(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
-        """Queue a record, after a snapshot if the stream needs one. Never waits; if the ring is full, the record is
-        dropped and a snapshot follows later.
+        """Queue a record, after a snapshot if the stream lacks records, or before one that `resync` has asked for.
+        Never waits; if the ring is full, the record is dropped and a snapshot follows later.
 
         The record is sent when `wake` is called, or a little later. If the last record before an idle time is dropped,
         the stream is ended, because no later record could carry its outcomes.
@@ -144,12 +146,15 @@ class Outbox:
         lease.asks(now)
         # Decisions about a request's first tokens follow from the record in which it begins.
         self.ring.lay(record, record.presses, due=bool(record.opened))
+        if self._resyncs:
+            self._resyncs = False
+            self._lay_snapshot(record.step, snapshot())
 
     def send_text(self, step: TextStep) -> bool:
         """Queue a step of text, which waits for others. Return False if only `send` can queue it, as a record. Never
         waits."""
         lease, ring = self._lease, self.ring
-        if lease.attention or lease.idle or not (self._streaming and lease.connected) or self.snapshot_due:
+        if lease.attention or lease.idle or not (self.follows and lease.connected):
             return False
         if ring.qsize() >= RING_RECORDS:
             return False
@@ -179,23 +184,31 @@ class Outbox:
         if self.snapshot_due:
             self._kept_outcomes = []
             self.unreported.begin_stream(record)
-        self.snapshot_due, self._streaming = False, True
+        self.snapshot_due, self._streaming, self._resyncs = False, True, False
         record.opened, record.slots, record.closed, record.preempted, record.resumed = [], [], [], [], []
         record.handed_over, record.clients_gone = [], []
         record.text = record.lengths = ()
         record.outcomes = self._kept_outcomes + record.outcomes
         self._kept_outcomes = []
-        said = snapshot(), self.unreported.tell(record.step), self.unreported.reported_session_id
-        self.ring.lay(SnapshotRecord(record.step, *said), presses=True)
+        self._lay_snapshot(record.step, snapshot())
+
+    def _lay_snapshot(self, step: int, rows: list[tuple[Any, ...]]) -> None:
+        """Queue a snapshot of the requests in these rows. step: that of the record before or after it."""
+        ended = self.unreported.tell(step)
+        self.ring.lay(SnapshotRecord(step, rows, ended, self.unreported.reported_session_id), presses=True)
 
     def resync(self) -> None:
-        """Send a snapshot of all live requests before the next record."""
+        """Send a snapshot of all live requests after the next record, whose events count as ever."""
+        self._resyncs = True
+
+    def begin_again(self) -> None:
+        """Send a snapshot of all live requests before the next record, in which requests may have other slots."""
         self._streaming = False
 
     @property
     def follows(self) -> bool:
         """Whether all that the agent knows has been sent on the stream, or waits on the ring."""
-        return self._streaming and not self.snapshot_due
+        return self._streaming and not (self._resyncs or self.snapshot_due)
 
     # ------------------------------------------------------------------------------- the link's thread, and gRPC's
 
