@@ -17,6 +17,8 @@ from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES, SentenceTable
 from meridian_agent.core.step_signals import SignalBytes, first_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from numpy.typing import NDArray
 
     from meridian_agent.core.live_request import LiveRequest
@@ -237,6 +239,24 @@ class StepRecord:
         for name, value in zip(_TextFields._fields, step, strict=True):
             setattr(self, name, value)
 
+    def begun(self) -> set[int]:
+        """Return the slots of the requests that have arrived in the step; others that it opens are older than the
+        agent."""
+        return {slot for slot, *_, queued, _ in self.opened if queued}
+
+    def keep(self, slots: AbstractSet[int]) -> None:
+        """Drop what a snapshot says: the tokens and the changes of all requests but those in these slots."""
+        self.spread()
+        flags, self.text = self.row_flags(), ()
+        kept = [row for row, slot in enumerate(self.slots) if slot in slots]
+        self.slots, self.phases, self.rows, self.flags = (
+            [column[row] for row in kept] for column in (self.slots, self.phases, self.rows, flags)
+        )
+        self.opened = [row for row in self.opened if row[0] in slots]
+        self.preempted, self.resumed = ([slot for slot in of if slot in slots] for of in (self.preempted, self.resumed))
+        # Requests that have ended are in no slot.
+        self.closed, self.handed_over, self.clients_gone = [], [], []
+
     def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
         """Add the row of one generated token."""
         self.slots.append(slot)
@@ -264,8 +284,7 @@ class StepRecord:
         """Return the thinking tokens of the rows by slot; below 0 if a marker has taken tokens back."""
         self.spread()
         counted: Counter[int] = Counter()
-        # A record whose rows a snapshot has replaced has no slots, but may have the rows' other columns.
-        for slot, phase, flags in zip(self.slots, self.phases, self.row_flags(), strict=False):
+        for slot, phase, flags in zip(self.slots, self.phases, self.row_flags(), strict=True):
             if not flags & FLAG_MARKER:
                 counted[slot] += phase == THINK
             elif not flags & FLAG_FROM_OUTPUT:

@@ -186,7 +186,6 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
 
 def _sparse_columns(records: Sequence[Record]) -> agent_pb2.SparseColumns | None:
     """Return the token rows of the records; None if they have none."""
-    # A record whose rows a snapshot has replaced has no slots, but may have the rows' other columns.
     with_rows = [record for record in records if record.slots]
     if not with_rows:
         return None

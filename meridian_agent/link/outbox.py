@@ -179,22 +179,25 @@ class Outbox:
         return (is_recent and is_pooling) or (is_same and (is_recent or not is_live))
 
     def _begin(self, record: StepRecord, snapshot: Callable[[], list[tuple[Any, ...]]]) -> None:
-        """Queue a snapshot, and take out of the record what the snapshot says already. A new stream does not know the
-        decisions of the old stream, so their outcomes are dropped."""
+        """Queue a snapshot, and take out of the record what the snapshot says already. A request that has arrived in
+        the record is not in the snapshot, so that it counts as a new one. A new stream does not know the decisions of
+        the old stream, so their outcomes are dropped."""
         if self.snapshot_due:
             self._kept_outcomes = []
             self.unreported.begin_stream(record)
-        self.snapshot_due, self._streaming, self._resyncs = False, True, False
-        record.opened, record.slots, record.closed, record.preempted, record.resumed = [], [], [], [], []
-        record.handed_over, record.clients_gone = [], []
-        record.text = record.lengths = ()
+        self.snapshot_due, self._streaming = False, True
+        rows, begun = snapshot(), record.begun()
+        begun &= {row[0] for row in rows}
+        record.keep(begun)
+        # A snapshot of all live requests is one that `resync` has asked for.
+        self._resyncs &= bool(begun)
         record.outcomes = self._kept_outcomes + record.outcomes
         self._kept_outcomes = []
-        self._lay_snapshot(record.step, snapshot())
+        self._lay_snapshot(record.step, [row for row in rows if row[0] not in begun])
 
     def _lay_snapshot(self, step: int, rows: list[tuple[Any, ...]]) -> None:
         """Queue a snapshot of the requests in these rows. step: that of the record before or after it."""
-        ended = self.unreported.tell(step)
+        ended = self.unreported.tell(step, {row[0] for row in rows})
         self.ring.lay(SnapshotRecord(step, rows, ended, self.unreported.reported_session_id), presses=True)
 
     def resync(self) -> None:

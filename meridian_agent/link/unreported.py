@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meridian_agent.core.request_info import MAX_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     from meridian_agent.core.live_request import LiveRequest
     from meridian_agent.core.step_record import StepRecord
@@ -121,9 +121,10 @@ class Unreported:
             _add(self._ended, group, tokens)
         self._said.clear()
 
-    def tell(self, step: int) -> list[tuple[Group, int]]:
-        """Return the tokens of ended requests for the snapshot before the record of this step. The control plane
-        answers a snapshot at once if it says unreported tokens; any other need not be awaited."""
+    def tell(self, step: int, slots: Container[int]) -> list[tuple[Group, int]]:
+        """Return the tokens of ended requests for the snapshot of the live requests in these slots, at the record of
+        this step. The control plane answers a snapshot at once if it says unreported tokens; any other need not be
+        awaited."""
         self._found.clear()
         # No answer can have named this step, but the control plane of an earlier stream may have named any.
         self.heard_step = min(self.heard_step, max(0, step - 1))
@@ -132,7 +133,7 @@ class Unreported:
             _add(self._said, group, tokens)
         self._ended.clear()
         if self._awaited_step is None:
-            says = ended or any(live.untold_think_tokens for live in self.live.values())
+            says = ended or any(live.untold_think_tokens and live.slot in slots for live in self.live.values())
             self._awaited_step, self._awaited_session_id = step if says else 0, self.session_id
         return ended
 
@@ -148,7 +149,7 @@ class Unreported:
         if self.arrives:
             return 0, []
         self._say_again()
-        return self._lost_step, self.tell(self._lost_step) if self._ended else []
+        return self._lost_step, self.tell(self._lost_step, ()) if self._ended else []
 
 
 def _add(counter: Counter[Group], group: Group, tokens: int) -> None:

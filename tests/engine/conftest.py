@@ -148,10 +148,9 @@ def fronts_server(folder: Path) -> Iterator[tuple[Served, Control]]:
 
 def anew(both: tuple[Served, Control]) -> tuple[Served, Control]:
     """Return a server and its control plane once nothing of earlier tests is in force."""
-    served, control = both
+    _, control = both
     control.thaw()
     control.apply({})
-    served.begin()
     return both
 
 
@@ -190,8 +189,7 @@ def agent(llm: LLM, scheduler: Any, control: Control) -> Iterator[Any]:
     control.apply(NEUTRAL)
     agent = scheduler._agent
     if agent.frozen or not agent.link.outbox.follows or agent.tracker.markers != agent.link.lease.held[1]:
-        # An idle engine takes other markers over, and the end of a freeze, with its next request, which counts for
-        # nothing if a snapshot reports it.
+        # An idle engine takes other markers over, and the end of a freeze, with its next request.
         from vllm import SamplingParams
 
         chat(llm, cases()[:1], SamplingParams(max_tokens=1))

@@ -78,12 +78,26 @@ def connected(*names: str) -> Engine:
 # An engine on its first stream, which has brought a token of each of its requests; and a stream of which b has ended
 # after two tokens that no stream has brought.
 FIRST, SECOND = "connect >a >b >c +1 hear", "connect >a >b >c +1 hear lose +2 -b connect +1 mark"
-# What happens: `>a` a request arrives, `>a!` one that answers at once, `-a` it ends, `*a` it is read again and has 100
+# What happens: `>a` a request arrives, `>a!` one that answers at once, `>a?` one that the agent
+# sees arrive, `-a` it ends, `*a` it is read again and has 100
 # more thinking tokens, `+3` three steps, `quiet` no answer for too long, `mark` the step whose number `hear mark`
 # answers, `hear-any` an answer that names a step far ahead. Then what the newest stream's snapshot says of live
 # requests, and of those that have ended.
 STORIES: dict[str, tuple[str, dict[str, int], int]] = {
     "before the first stream": (">a +3 connect >b +1", {"a": 4, "b": 1}, 0),
+    # The report after the snapshot brings a request that has arrived in its step.
+    "an arrival at a snapshot": (">a +3 connect >b? +1", {"a": 4}, 0),
+    "an arrival at a snapshot that says nothing": ("connect >a? +1 lose +1 connect +1", {"a": 2}, 0),
+    "an arrival at a snapshot that was not answered": (
+        ">a +3 connect >b? +1 lose +1 connect +1",
+        {"a": 6, "b": 3},
+        0,
+    ),
+    "an arrival at a snapshot that was answered": (
+        ">a +3 connect >b? +1 hear lose +1 connect +1",
+        {"a": 2, "b": 2},
+        0,
+    ),
     "without a stream": (f"{FIRST} +10 lose +2 -b >d +3 -d connect +1", {"a": 6, "c": 6}, 5),
     "a stream that breaks between two steps": (f"{FIRST} +5 lose connect +1", {"a": 1, "b": 1, "c": 1}, 0),
     "the snapshot of the next stream": (SECOND, {"a": 3, "c": 3}, 2),
@@ -114,7 +128,9 @@ def play(engine: Engine, story: str) -> None:
     marked = 0
     for event in story.replace("hear mark", "hear-mark").split():
         if event[0] == ">":
-            engine.open(event[1], prompt=[TEXT] if event.endswith("!") else [START])
+            queued_s = engine.now_s if event.endswith("?") else None
+            engine.open(event[1], prompt=[TEXT] if event.endswith("!") else [START], queued_s=queued_s)
+            engine.engine.join(engine.engine.live[event[1]], engine.now_s)
         elif event[0] == "-":
             engine.engine.finish(event[1])
         elif event[0] == "+":

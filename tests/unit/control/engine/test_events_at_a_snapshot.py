@@ -3,6 +3,7 @@ sends a session its messages. The test plays the link's thread."""
 
 from __future__ import annotations
 
+import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.budgets.stream import EngineBudgets
@@ -66,6 +67,29 @@ class Connected:
     @property
     def charged(self) -> int:
         return sum(self.session.part(EngineBudgets).charges.take_by_tenant().values())
+
+
+@pytest.mark.parametrize("earlier", [(), ("a", "b")])
+def test_a_request_that_arrives_in_the_first_step_of_a_stream_counts(earlier: tuple[str, ...]) -> None:
+    """An idle engine's stream has no snapshot before the engine's first step. A request that had a token before may
+    have been counted by an earlier replica."""
+    engine = Connected(*earlier)
+    for name in ("c", "d"):
+        engine.open(name)
+    assert engine.step() == ["snapshot", "step"]
+    table, lives = engine.session.table, [engine.log.back(("engine", "1", name, 1)) for name in "cd"]
+    assert {info.request_id: bool(table.counted[slot]) for slot, info in table.requests()} == {
+        **dict.fromkeys(earlier, False),
+        **dict.fromkeys("cd", True),
+    }
+    assert [life is not None and life.joined_late for life in lives] == [False, False]
+    engine.step()
+    assert engine.counts == {2}
+    assert table.think_tokens[table.slots()].tolist() == [3] * len(earlier) + [2, 2]
+    assert engine.charged == 3 * len(earlier) + 4
+    engine.connect()
+    engine.step()
+    assert engine.counts == {0}, "the earlier stream has counted them"
 
 
 def test_the_step_after_which_a_thawed_engine_sends_a_snapshot_counts() -> None:
