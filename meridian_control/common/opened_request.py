@@ -29,6 +29,12 @@ def is_under_way(opened: agent_pb2.RequestOpened | OpenedRequest) -> bool:
     return bool(opened.think_tokens or opened.output_tokens)
 
 
+def is_new(opened: OpenedRequest) -> bool:
+    """Return whether a request counts when a report opens it: one that has tokens was counted before, as an agent that
+    rested reports it again, and one that was handed over was counted on its thinking engine."""
+    return not (is_under_way(opened) or opened.handed_over_ref)
+
+
 class OpenedRequest:
     """The facts of a request that hold for as long as it lives; the fields are those of agent.RequestOpened.
 

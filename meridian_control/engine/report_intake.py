@@ -14,7 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import phase_name
 from meridian_control.common.errors import BadReport
 from meridian_control.common.masks import any_in
-from meridian_control.common.opened_request import MAX_SLOTS, is_under_way
+from meridian_control.common.opened_request import MAX_SLOTS, is_new
 from meridian_control.common.report_bounds import is_measured
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.common.table_columns import NO_CAP, THINK_END
@@ -191,9 +191,7 @@ class Intake:
 
     def _open(self, request: agent_pb2.RequestOpened, now_ms: float) -> OpenedRequest:
         opened = self._table.open(request, now_ms)
-        # A request that already has tokens was counted before; an agent that rested reports it again. A request that
-        # was handed over was counted on its thinking engine.
-        new = not (is_under_way(opened) or opened.handed_over_ref)
+        new = is_new(opened)
         self._totals.requests += new
         self._totals.unknown_efforts += new and not self._policies.knows_effort(opened)
         # An engine that knows its markers knows the phase of every prompt of tokens.

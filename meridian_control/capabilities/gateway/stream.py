@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meridian_control.common.metric_entry import counter
+from meridian_control.common.opened_request import is_new
 from meridian_control.engine.part import Part
 
 if TYPE_CHECKING:
@@ -48,6 +49,5 @@ class RefusedClasses(Part):
         # not counted, as in `meridian_requests_total`.
         for slot in slots if not self._lists else ():
             info = self._stream.table.info[slot]
-            # A request that already has tokens was counted before.
-            if info is not None and info.refused_slo_class and not (info.think_tokens or info.output_tokens):
+            if info is not None and info.refused_slo_class and is_new(info):
                 self._stream.count(REFUSED_TOTAL)

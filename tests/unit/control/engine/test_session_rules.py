@@ -80,7 +80,8 @@ def test_unknown_efforts_get_the_defaults_and_are_counted_once() -> None:
 
 
 def test_refused_slo_classes_are_counted_once() -> None:
-    """A request that waits is listed in each snapshot until it has its first token."""
+    """A request that waits is listed in each snapshot until it has its first token; one that was handed over was
+    counted on its thinking engine."""
     made = stream(hello_fields={"request_sources": "slo class from x-slo"})
     made.agent.places = 1
     for name in ("runs", "waits"):
@@ -89,6 +90,7 @@ def test_refused_slo_classes_are_counted_once() -> None:
     made.agent.say(snapshot=made.agent.snapshot())
     made.step()
     made.open("later", refused_slo_class="gold")
+    made.open("handed-over", refused_slo_class="gold", handed_over_ref="s-1")
     made.step()
     assert made.session.totals.counted[REFUSED_TOTAL, ()] == 3
 
