@@ -14,7 +14,7 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.enum_names import phase_name
 from meridian_control.common.errors import BadReport
 from meridian_control.common.masks import any_in
-from meridian_control.common.opened_request import MAX_SLOTS, is_new
+from meridian_control.common.opened_request import MAX_SLOTS, is_new, is_under_way
 from meridian_control.common.report_bounds import is_measured
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.common.table_columns import NO_CAP, THINK_END
@@ -61,13 +61,18 @@ class Intake:
         _check_length("ended", snapshot.ended)
         table, journal, awaited = self._table, self._journal, bool(snapshot.ended)
         yield from self._parts.snapshot_begins(snapshot)
+        # A request that the table has already has waited since it was opened.
+        now_ms, since_ms = self._stream.clock_ms(now), table.waits_since_ms()
         table.clear()
         table.reserve(len(snapshot.requests))
         self._shadow.new_stream()
         if journal is not None:
             journal.begin_snapshot()
         for requests in _slices(snapshot.requests):
-            listed = [table.open(request, self._stream.clock_ms(now)) for request in requests]
+            listed = [table.open(request, now_ms) for request in requests]
+            for opened in listed:
+                if not is_under_way(opened) and opened.identity in since_ms:
+                    table.put(opened.slot, token_ms=since_ms[opened.identity])
             if journal is not None:
                 for opened in listed:
                     journal.listed(opened, self._sample_ratio)

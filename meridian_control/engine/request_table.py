@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from meridian_control.common.opened_request import Identity
     from meridian_control.engine.token_rows import TokenRows
 
 PROMPT, THINK, OUTPUT = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK, agent_pb2.PHASE_OUTPUT
@@ -254,6 +255,12 @@ class RequestTable(Columns):
             info = self.info[slot]
             assert info is not None
             yield int(slot), info
+
+    def waits_since_ms(self) -> dict[Identity, float]:
+        """Return the time at which each request was opened that waits for its first token."""
+        slots = (self.live & (self.think_tokens == 0) & (self.output_tokens == 0)).nonzero()[0]
+        rows = zip(map(self.info.__getitem__, slots), self.token_ms[slots].tolist(), strict=True)
+        return {info.identity: since_ms for info, since_ms in rows if info is not None}
 
     def slot_of(self, request_id: str) -> int | None:
         """Return the slot of the live request with this id, None if there is none."""

@@ -332,6 +332,11 @@ FIRST_WINDOW: dict[str, tuple[tuple[Act, ...], dict[str, tuple[int, float]]]] = 
         (snapshot(*WAITING),),
         {QUEUED: (12, 1100), "ttft_p99_ms": (24, 1100), "ttfvt_p99_ms": (24, 1100)},
     ),
+    # As after a freeze.
+    "those that wait through a snapshot": (
+        (snapshot(*WAITING), passes(seconds=0.5), snapshot(*WAITING)),
+        {QUEUED: (12, 1600), "ttft_p99_ms": (24, 1600), "ttfvt_p99_ms": (24, 1600)},
+    ),
 }
 
 
