@@ -1031,7 +1031,9 @@ class Snapshot(_message.Message):
     """
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOpened]:
-        """The live requests."""
+        """The live requests. At the start of a stream they are without those that have arrived in the snapshot's own step,
+        whose report follows and opens them.
+        """
 
     @_builtins.property
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedThinking]:
