@@ -155,28 +155,28 @@ class Connection:
                 self.overflowed = True
 
 
-class Connections(set[Connection]):
-    """The open connections, except those that a newer stream of the same process has replaced.
+class Connections(dict[Connection, None]):
+    """The open connections, the newest last, except those that a newer stream of the same process has replaced.
 
     counted: the open connections and the replaced ones, until they end, so that sums of counters never fall.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._by_engine: dict[str, set[Connection]] = {}
+        self._by_engine: dict[str, dict[Connection, None]] = {}
         self.counted: set[Connection] = set()
 
     def connect(self, connection: Connection) -> None:
-        self.add(connection)
-        self._by_engine.setdefault(connection.session.hello.engine_id, set()).add(connection)
+        self[connection] = None
+        self._by_engine.setdefault(connection.session.hello.engine_id, {})[connection] = None
         self.counted.add(connection)
 
     def disconnect(self, connection: Connection) -> None:
         """Remove a connection, which still counts."""
         engine_id = connection.session.hello.engine_id
-        self.discard(connection)
-        others = self._by_engine.get(engine_id, set())
-        others.discard(connection)
+        self.pop(connection, None)
+        others = self._by_engine.get(engine_id, {})
+        others.pop(connection, None)
         if not others:
             self._by_engine.pop(engine_id, None)
 
@@ -185,7 +185,8 @@ class Connections(set[Connection]):
         return [connection.session for connection in self]
 
     def of_engine(self, engine_id: str) -> Collection[Connection]:
-        """Return the connections of all processes that have this engine id."""
+        """Return the connections of all processes that have this engine id, the newest last: after an engine's restart
+        its old stream may still be open."""
         return self._by_engine.get(engine_id, ())
 
     def of_process(self, identity: tuple[str, str]) -> list[Connection]:

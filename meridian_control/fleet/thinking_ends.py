@@ -99,8 +99,7 @@ def end_here(fleet: Fleet, engine_id: str, request_id: str, reason: str) -> tupl
 
     Raises NotFound if no live request of the engine has this id.
     """
-    mine = fleet.connections.of_engine(engine_id)
-    for connection in sorted(mine, key=lambda c: c.session.connected_at, reverse=True):
+    for connection in [*fleet.connections.of_engine(engine_id)][::-1]:
         session, now = connection.session, fleet.clock()
         if (ended := session.on_end_thinking(request_id, reason, now)) is not None:
             connection.note(end_record, now, request_id)

@@ -6,7 +6,7 @@ All code runs on the server's event loop. Questions about many engines or reques
 from __future__ import annotations
 
 from datetime import timedelta
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -65,8 +65,8 @@ class Views:
 
     def agent_states(self) -> list[tuple[str, agent_pb2.AgentState.ValueType]]:
         """Return the id and the agent's state of each engine, sorted by id, but make no messages. Of several streams
-        under one id the newest comes last: after an engine's restart its old stream may still be open."""
-        live = [(session.hello.engine_id, agent_state(session)) for session in reversed(self._sessions(""))]
+        under one id the newest comes last."""
+        live = [(session.hello.engine_id, agent_state(session)) for session in self._connections.sessions]
         away = [e for e in self._departed.views(self._clock()) if not self._connections.of_engine(e.engine_id)]
         return sorted([*live, *((e.engine_id, e.agent_state) for e in away)], key=itemgetter(0))
 
@@ -112,8 +112,7 @@ class Views:
     def _sessions(self, engine_id: str) -> list[Session]:
         """Return the sessions of one engine, or all for an empty id, newest first."""
         connections = self._connections.of_engine(engine_id) if engine_id else self._connections
-        sessions = (connection.session for connection in connections)
-        return sorted(sessions, key=attrgetter("connected_at"), reverse=True)
+        return [connection.session for connection in connections][::-1]
 
 
 def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:

@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections import Counter
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -132,10 +131,8 @@ class FleetCollector(Collector):
         for part in parts:
             await answer_of(part, part.before_metrics(), None)
         totals = await self._fleet.totals()
-        # After an engine's restart its old stream may still be open, so the newest stream of each engine is used.
-        newest = {
-            s.hello.engine_id: s for s in sorted(self._fleet.connections.sessions, key=attrgetter("connected_at"))
-        }
+        # The newest stream of each engine comes last.
+        newest = {session.hello.engine_id: session for session in self._fleet.connections.sessions}
         engines = dict(sorted(newest.items())[:MAX_ENGINE_SERIES])
         states = self._fleet.views.agent_states()
         agents = Counter[int](state for _, state in states)

@@ -73,9 +73,9 @@ async def test_a_freeze_lasts_as_long_as_it_was_asked_for(store: str, jump: time
             made = (await clients.freeze.Freeze(order())).freeze
             await until(old.link.lease.frozen)
             Wall.jump = jump
-            before = parts.whole.fleet.connections.copy()
+            before = set(parts.whole.fleet.connections)
             old.link.restart()
-            await until(lambda: parts.whole.fleet.connections - before)
+            await until(lambda: set(parts.whole.fleet.connections) - before)
             with LinkedEngine([target], "new") as new:
                 await until(new.link.lease.frozen)
                 for engine in (old, new):
