@@ -186,8 +186,8 @@ class Outbox:
             self._kept_outcomes = []
             self.unreported.begin_stream(record)
         self.snapshot_due, self._streaming = False, True
-        rows, begun = snapshot(), record.begun()
-        begun &= {row[0] for row in rows}
+        rows = snapshot()
+        begun = record.begun() & {row[0] for row in rows}
         record.keep(begun)
         # A snapshot of all live requests is one that `resync` has asked for.
         self._resyncs &= bool(begun)

@@ -19,8 +19,8 @@ MAX_COUNT, MAX_TEXT, MAX_TEXT_BYTES = 2**31 - 1, 1024, 1024
 SHORT_TEXT = MAX_TEXT_BYTES // 4
 # About as many bytes as an OpenedRequest takes without its texts.
 OPENED_BYTES = 512
-# What tells the requests of an engine's process apart: the id, and the number of prompt tokens, because all inputs of a
-# streaming session have one id, and each has the input before it in its prompt.
+# The id and the number of prompt tokens tell the requests of an engine's process apart: all inputs of a streaming
+# session have one id, and each has the input before it in its prompt.
 Identity = tuple[str, int]
 
 

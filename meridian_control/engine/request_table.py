@@ -258,9 +258,8 @@ class RequestTable(Columns):
 
     def waits_since_ms(self) -> dict[Identity, float]:
         """Return the time at which each request was opened that waits for its first token."""
-        slots = (self.live & (self.think_tokens == 0) & (self.output_tokens == 0)).nonzero()[0]
-        rows = zip(map(self.info.__getitem__, slots), self.token_ms[slots].tolist(), strict=True)
-        return {info.identity: since_ms for info, since_ms in rows if info is not None}
+        waits = (self.think_tokens == 0) & (self.output_tokens == 0)
+        return {info.identity: float(self.token_ms[slot]) for slot, info in self.requests() if waits[slot]}
 
     def slot_of(self, request_id: str) -> int | None:
         """Return the slot of the live request with this id, None if there is none."""

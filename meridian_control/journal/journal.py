@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.opened_request import is_under_way
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.journal.records import Circumstances, Life, LifeEvent, TokenCounts
 from meridian_control.journal.request_ids import sampled
@@ -66,7 +67,7 @@ class Journal:
         """Continue the life of a request that a snapshot lists, or begin it if it is not known."""
         life = self._log.back((self._engine_id, self._incarnation, *opened.identity))
         if life is None:
-            self.opened(opened, ratio, joined_late=bool(opened.think_tokens or opened.output_tokens))
+            self.opened(opened, ratio, joined_late=is_under_way(opened))
             return
         self._lives[opened.slot] = life
         life.think_tokens, life.output_tokens = opened.think_tokens, opened.output_tokens
