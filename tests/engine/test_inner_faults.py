@@ -42,7 +42,7 @@ FULL = 16
 HOUR_S = 3600.0
 # Requests come in batches as from a client; the first ones warm up the engine's caches.
 BATCH = 75
-# So often are three batches sent at most, until these leave no more behind.
+# Largest number of rounds of three batches, which end once a round leaves no more behind.
 MAX_ROUNDS = 20
 # Allowed growth of the whole engine, which has only just begun to serve; Python's own memory has a tighter check.
 MAX_GROWTH_MB = 96

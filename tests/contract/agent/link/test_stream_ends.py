@@ -283,57 +283,57 @@ async def test_going_away(control: Control, tmp_path: Path) -> None:
             assert sum(gone.decisions.values()) == sum(gone.outcomes.values())
 
 
-# A program whose engine is shut down by Python at the program's end, as vLLM's in the same process is. On every version
-# of Python it starts no thread then, as on the newer ones.
-ENDS = """
+# Parts of programs with an engine's link.
+MADE = """
 import atexit, sys, threading, time
 from meridian.v1 import agent_pb2
 from meridian_agent.link.control_stream import ControlStream
 
+link = ControlStream(sys.argv[1:], lambda: agent_pb2.Hello(engine_id="e"), lambda _: None, lambda _: None)
+"""
+CONNECTED = """
+link.start()
+while not link.lease.connected:
+    time.sleep(0.01)
+"""
+
+# A program whose engine is shut down by Python at the program's end, as vLLM's in the same process is. On every version
+# of Python it starts no thread then, as on the newer ones.
+ENDS = f"""{MADE}
 def started(thread, start=threading.Thread.start):
     assert threading.main_thread().is_alive(), "can't create new thread at interpreter shutdown"
     start(thread)
 
 threading.Thread.start = started
-link = ControlStream(sys.argv[1:], lambda: agent_pb2.Hello(engine_id="e"), lambda _: None, lambda _: None)
 atexit.register(link.stop)
-link.start()
-while not link.lease.connected:
-    time.sleep(0.01)
+{CONNECTED}"""
+
+IMPORTS = f"""{MADE}
+def imported(event, arguments):
+    if event == "import" and threading.current_thread() is not threading.main_thread():
+        print(arguments[0], file=sys.stderr)
+
+sys.addaudithook(imported)
+{CONNECTED}
+link.stop()
 """
+
+
+async def run(program: str, target: str) -> None:
+    """Run a program, which must end well and write nothing to its standard error."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, target, stderr=pipe)
+    _, error = await asyncio.wait_for(process.communicate(), 10 * BUSY)
+    assert (process.returncode, error) == (0, b"")
 
 
 async def test_an_engine_that_ends_with_its_program_says_goodbye(scripted: Scripted) -> None:
     scripted.welcomes = False
     scripted.say(welcome=agent_pb2.Welcome(session_id="s", heartbeat_ms=3_600_000))
-    pipe = asyncio.subprocess.PIPE
-    program = await asyncio.create_subprocess_exec(sys.executable, "-c", ENDS, scripted.target, stderr=pipe)
-    _, error = await asyncio.wait_for(program.communicate(), 10 * BUSY)
-    assert (program.returncode, error) == (0, b"")
+    await run(ENDS, scripted.target)
     assert [heartbeat.last for heartbeat in scripted.heard("heartbeat")] == [True]
-
-
-IMPORTS = """
-import sys, threading, time
-from meridian.v1 import agent_pb2
-from meridian_agent.link.control_stream import ControlStream
-
-def imported(event, arguments):
-    if event == "import" and threading.current_thread() is not threading.main_thread():
-        print(arguments[0], file=sys.stderr)
-
-link = ControlStream(sys.argv[1:], lambda: agent_pb2.Hello(engine_id="e"), lambda _: None, lambda _: None)
-sys.addaudithook(imported)
-link.start()
-while not link.lease.connected:
-    time.sleep(0.01)
-link.stop()
-"""
 
 
 async def test_a_stream_imports_nothing(scripted: Scripted) -> None:
     """The engine may be going through the loaded modules meanwhile, or through their loggers as pytest does."""
-    pipe = asyncio.subprocess.PIPE
-    program = await asyncio.create_subprocess_exec(sys.executable, "-c", IMPORTS, scripted.target, stderr=pipe)
-    _, error = await asyncio.wait_for(program.communicate(), 10 * BUSY)
-    assert (program.returncode, error) == (0, b"")
+    await run(IMPORTS, scripted.target)

@@ -78,11 +78,10 @@ def connected(*names: str) -> Engine:
 # An engine on its first stream, which has brought a token of each of its requests; and a stream of which b has ended
 # after two tokens that no stream has brought.
 FIRST, SECOND = "connect >a >b >c +1 hear", "connect >a >b >c +1 hear lose +2 -b connect +1 mark"
-# What happens: `>a` a request arrives, `>a!` one that answers at once, `>a?` one that the agent
-# sees arrive, `-a` it ends, `*a` it is read again and has 100
-# more thinking tokens, `+3` three steps, `quiet` no answer for too long, `mark` the step whose number `hear mark`
-# answers, `hear-any` an answer that names a step far ahead. Then what the newest stream's snapshot says of live
-# requests, and of those that have ended.
+# Each story tells the events: `>a` a request arrives, `>a!` one that answers at once, `>a?` one that the agent sees
+# arrive, `-a` it ends, `*a` it is read again and has 100 more thinking tokens, `+3` three steps, `quiet` no answer for
+# too long, `mark` the step whose number `hear mark` answers, `hear-any` an answer that names a step far ahead. The
+# tokens that the newest stream's snapshot says of live requests follow, and those of ended ones.
 STORIES: dict[str, tuple[str, dict[str, int], int]] = {
     "before the first stream": (">a +3 connect >b +1", {"a": 4, "b": 1}, 0),
     # The report after the snapshot brings a request that has arrived in its step.

@@ -1,5 +1,5 @@
-"""What happens in the step at which an agent sends a snapshot counts as in any other step: the agent's real outbox
-sends a session its messages. The test plays the link's thread."""
+"""Events of the step at which an agent sends a snapshot count as those of any other step: the agent's real outbox sends
+a session its messages. The test plays the link's thread."""
 
 from __future__ import annotations
 
