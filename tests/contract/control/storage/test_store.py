@@ -122,7 +122,8 @@ async def test_a_cancelled_write_keeps_neither_lock_nor_task(path: Path, file: s
         await writing
     async with asyncio.timeout(30):
         await asyncio.gather(*asyncio.all_tasks() - before)
-    with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as other:
+    # The driver's thread may still be at the statement, so `other` waits for it.
+    with closing(sqlite3.connect(path, timeout=30, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
     assert held.tb
     await database.close()
