@@ -22,6 +22,8 @@ from tests.processes import Control, wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.engine.pacing import Settled
+
 
 @pytest.fixture
 def resting(llm: Any, agent: Any) -> Iterator[Run]:
@@ -149,12 +151,13 @@ def test_a_new_stream_gets_a_snapshot_without_a_step(
 
 
 def test_an_engine_that_falls_idle_while_answers_are_late_is_ready(
-    llm: Any, agent: Any, control: Control, monkeypatch: pytest.MonkeyPatch
+    llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for them no more, and no report follows its last one until the next request."""
     lease, run = agent.link.lease, Run(llm)
     run.add("late", opened(), endless(agent, max_tokens=40))
-    run.until(lambda: len(run.tokens["late"]) > 10)
+    # No answer is under way when the control plane stops.
+    run.until(lambda: len(run.tokens["late"]) > 10, settled=settled)
     control.process.signal(signal.SIGSTOP)
     try:
         run.until(lambda: lease.unheard_since is not None)
