@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -71,13 +72,19 @@ def all_of(port: int, **more: Any) -> list[Said]:
 LONG: dict[str, Any] = {"extra_body": {"ignore_eos": True}, "max_tokens": 700}
 
 
-def words(said: list[Said]) -> list[Said]:
-    """Return what was said without spaces and without the ends of turns.
+# Markers that the model writes into answers that go on after their end. A marker that begins an answer is none of them:
+# the end of thinking would have got into the answer.
+MARKERS = re.compile(r"(?!^)(?:<\|im_end\|>|</think>)")
 
-    vLLM's chat stream shows such a token if it comes in a chunk of its own, and loses it, or the space after it, if it
-    comes with others.
+
+def words(said: list[Said]) -> list[Said]:
+    """Return what was said without markers and spaces, which vLLM does not show in every stream of the same tokens.
+
+    A chat's stream loses the markers of the chunk in which thinking ends, and shows those of later chunks. A chunk has
+    several tokens if the server's process had to wait for a core. A completion, by which the relay continues a request,
+    has spaces instead of ends of turns.
     """
-    return [(one[0], one[1].replace("<|im_end|>", "").replace(" ", ""), *one[2:]) for one in said]
+    return [(one[0], MARKERS.sub("", one[1].replace(" ", "")), *one[2:]) for one in said]
 
 
 @contextlib.contextmanager
