@@ -147,13 +147,33 @@ class PolicyStore:
         `request_id` has already stored a revision, that revision is returned. Raises EtagMismatch, RolloutActive,
         InvalidRequest, StoreUnavailable, and the errors of `check_policy`.
         """
+        appended = await self.append_and_compare(
+            policy, etag=etag, author=author, reason=reason, now=now, request_id=request_id
+        )
+        return appended[0]
+
+    async def append_and_compare(
+        self, policy: Policy, *, etag: str, author: str, reason: str, now: datetime, request_id: str = ""
+    ) -> tuple[StoredRevision, StoredRevision | None]:
+        """Do what `append` does, and return also the revision before, as `readable` does. That revision is read first,
+        so that a call that has stored a revision does not fail."""
         self.check_policy(policy)
         while True:
             if (stored := await self.answered(request_id, policy)) is not None:
-                return stored
-            stored = new_revision(await self.check(etag) + 1, policy, author, reason, now)
+                return stored, await self.readable(stored.revision - 1)
+            newest = await self.check(etag)
+            before = await self.readable(newest)
+            stored = new_revision(newest + 1, policy, author, reason, now)
             if await self._insert(stored, request_id):
-                return stored
+                return stored, before
+
+    async def readable(self, revision: int) -> StoredRevision | None:
+        """Return a revision; None for 0 and for a revision that this version of the control plane cannot read. Raises
+        NotFound, StoreUnavailable."""
+        try:
+            return await self.get(revision) if revision else None
+        except StoredPolicyUnreadable:
+            return None
 
     def check_policy(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that could not be read again once it is stored, as one may be that was made

@@ -126,6 +126,13 @@ class Rollouts:
             self._fleet.set_rollout(rollout, self._candidate)
             self._told = _version(rollout)
 
+    async def take_up(self) -> None:
+        """Call `look` after a change was stored. If the store cannot be read, the next tick calls `look` again."""
+        try:
+            await self.look()
+        except (StoreUnavailable, StoredPolicyUnreadable) as error:
+            logger.warning("the change of a rollout is stored and waits: %s", error)
+
     async def _follow_back(self, known: StoredRevision, revision: int) -> None:
         """Follow a store that has lost the policy in force, once somebody has stored another one since: its number says
         nothing then. Until that the policy stays in force, because the loss is no change that somebody wants."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection
 
     from meridian_control.policy.model import Policy
-    from meridian_control.policy.store import PolicyStore
+    from meridian_control.policy.store import PolicyStore, StoredRevision
     from meridian_control.rollout.plan import Plan
 
     Fence = Callable[[AsyncConnection], Awaitable[None]]
@@ -76,23 +76,27 @@ class RolloutStore:
             raise InvalidRequest("request_id", message)
         return rollout
 
-    async def start(self, plan: Plan, policy: Policy, etag: str, by: By) -> Rollout:
-        """Store the policy as a candidate, and its rollout. `etag` names the policy in force, empty for any.
+    async def start(self, plan: Plan, policy: Policy, etag: str, by: By) -> tuple[Rollout, StoredRevision]:
+        """Store the policy as a candidate, and its rollout; return the rollout and the revision in force, which is read
+        first, so that a call that has stored a rollout does not fail. `etag` names that revision, empty for any.
 
-        Raises EtagMismatch, RolloutActive, InvalidRequest, PolicyError, and NotFound if no policy is in force.
+        Raises EtagMismatch, RolloutActive, InvalidRequest, PolicyError, StoredPolicyUnreadable, and NotFound if no
+        policy is in force.
         """
         self.policies.check_policy(policy)
         while True:
             if (earlier := await self.answered(by.request_id, plan, policy)) is not None:
-                return earlier
-            stable = await self.policies.check(etag)
-            if not stable:
+                return earlier, await self.policies.get(earlier.stable_revision)
+            in_force = await self.policies.check(etag)
+            if not in_force:
                 raise NotFound("no policy is stored yet")
+            stable = await self.policies.get(in_force)
             async with self.database.reading() as connection:
                 newest = await connection.scalar(select(func.max(_rollouts.c.rollout_id))) or 0
-            rollout = begin(newest + 1, plan, (stable, stable + 1), by, plan.harm_limit(policy))
+            revisions = stable.revision, stable.revision + 1
+            rollout = begin(newest + 1, plan, revisions, by, plan.harm_limit(policy))
             reason = by.reason or f"candidate of rollout {rollout.rollout_id}"
-            candidate = new_revision(stable + 1, policy, by.author, reason, by.now)
+            candidate = new_revision(stable.revision + 1, policy, by.author, reason, by.now)
             try:
                 async with self.database.writing() as connection:
                     await insert_revision(connection, candidate)
@@ -102,7 +106,7 @@ class RolloutStore:
             except IntegrityError:
                 # Another caller stored a rollout or a revision in the meantime.
                 continue
-            return rollout
+            return rollout, stable
 
     async def change(self, rollout: Rollout, change: Callable[[Rollout], Rollout]) -> Rollout:
         """Store the rollout that `change` returns, and call `change` again if the stored rollout is newer.

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import grpc
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
-from meridian_control.common.errors import InvalidRequest, NotFound, StoredPolicyUnreadable
+from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.common.paging import checked
 from meridian_control.common.plain_data import same
 from meridian_control.policy.diff import Subject, diff, explain
@@ -136,8 +136,9 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             if (stored := await self._store.answered(request.request_id, policy)) is None:
                 newest = await self._store.check(request.etag)
                 stored = StoredRevision(0, "", request.author, reason, self._clock(), policy)
+            before = await self._store.readable(stored.revision - 1 if stored.revision else newest)
         else:
-            stored = await self._store.append(
+            stored, before = await self._store.append_and_compare(
                 policy,
                 etag=request.etag,
                 author=request.author,
@@ -147,17 +148,9 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
             )
             self._on_change(stored)
             logger.info("policy revision %d by %s", stored.revision, said_by(request.author, reason))
-        before = await self._readable(stored.revision - 1 if stored.revision else newest)
         if before is not None:
             before_etag.set(before.etag)
         return stored, diff(before.policy if before is not None else Policy(), policy)
-
-    async def _readable(self, revision: int) -> StoredRevision | None:
-        """Return a revision; None for 0 and for a revision that this version of the control plane cannot read."""
-        try:
-            return await self._store.get(revision) if revision else None
-        except StoredPolicyUnreadable:
-            return None
 
 
 def check_texts(request: Any) -> None:

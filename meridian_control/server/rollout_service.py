@@ -61,17 +61,19 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         policy, plan = from_proto(request.policy), from_proto_as(Plan, request.plan)
         check_texts(request)
         by = By(self._rollouts.clock(), request.author, request.reason, request.request_id)
+        before = None
         if (rollout := await self._store.answered(request.request_id, plan, policy)) is None:
             if request.validate_only:
                 rollout = rules.begin(
                     0, plan, (await self._store.policies.check(request.etag), 0), by, plan.harm_limit(policy)
                 )
             else:
-                rollout = await self._store.start(plan, policy, request.etag, by)
+                rollout, before = await self._store.start(plan, policy, request.etag, by)
                 who = said_by(request.author, request.reason)
                 logger.info("rollout %d is started by %s", rollout.rollout_id, who)
-                await self._rollouts.look()
-        before = await self._store.policies.get(rollout.stable_revision)
+                await self._rollouts.take_up()
+        if before is None:
+            before = await self._store.policies.get(rollout.stable_revision)
         before_etag.set(before.etag)
         return rollout_pb2.StartRolloutResponse(
             rollout=rollout.message(),
@@ -136,5 +138,5 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         if saved.changes != stored.changes:
             who = said_by(request.author, request.reason)
             logger.info("rollout %d is %s by %s", saved.rollout_id, saved.events[-1].event, who)
-        await self._rollouts.look()
+        await self._rollouts.take_up()
         return saved.message()

@@ -303,7 +303,7 @@ class SelfCalibration(FleetPart):
         reason += f"most {percent(rule.bound, 2)} of the answers, on {found['requests']} requests"
         try:
             plan = rules.plan_for(engines)
-            rollout = await store.start(plan, candidate, current.etag, By(now, rules.AUTHOR, reason))
+            rollout, _ = await store.start(plan, candidate, current.etag, By(now, rules.AUTHOR, reason))
         except (EtagMismatch, RolloutActive):
             # Somebody else has changed the policy in the meantime, so the next tick calibrates for that one.
             return learner

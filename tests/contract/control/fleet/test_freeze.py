@@ -14,7 +14,6 @@ import grpc
 import pytest
 from google.protobuf import duration_pb2
 from meridian.v1 import fleet_pb2, freeze_pb2
-from sqlalchemy import event
 
 from meridian_control.cli import expected
 from meridian_control.cli import freeze as cli_freeze
@@ -25,6 +24,7 @@ from meridian_control.fleet.freeze_store import FreezeStore
 from meridian_control.storage.database import Database
 from tests.contract.clients import calling
 from tests.contract.ctl import FAILED, INVALID, OK, run
+from tests.contract.lost_store import lost_after
 from tests.contract.streams import Clock, refusal
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
@@ -248,25 +248,17 @@ async def test_frozen_and_thawed(control: Control) -> None:
 
 
 async def test_a_change_reaches_the_engines_though_the_store_is_lost_once_it_is_stored(control: Control) -> None:
-    stored = False
-
-    def lose(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        nonlocal stored
-        stored |= statement.startswith(("INSERT INTO freezes", "UPDATE freezes"))
-        if stored and statement.startswith("SELECT freezes"):
-            raise OSError("the disk is gone")
-
     kept = await freeze(control.target, engine_ids=["other"])
-    event.listen(control.store.database._engine.sync_engine, "before_cursor_execute", lose)
     with LinkedEngine([control.target]) as engine:
         await until(control.connected)
-        made = await freeze(control.target)
-        await until(engine.link.lease.frozen)
-        assert [f.freeze_id for f in control.fleet.freezes.in_force] == [made.freeze_id, kept.freeze_id]
-        stored = False
-        assert await thaw(control.target, made.freeze_id) == [made.freeze_id]
-        await until(lambda: not engine.link.lease.frozen())
-        assert [f.freeze_id for f in control.fleet.freezes.in_force] == [kept.freeze_id]
+        with lost_after(control.store.database, "INSERT INTO freezes"):
+            made = await freeze(control.target)
+            await until(engine.link.lease.frozen)
+            assert [f.freeze_id for f in control.fleet.freezes.in_force] == [made.freeze_id, kept.freeze_id]
+        with lost_after(control.store.database, "UPDATE freezes"):
+            assert await thaw(control.target, made.freeze_id) == [made.freeze_id]
+            await until(lambda: not engine.link.lease.frozen())
+            assert [f.freeze_id for f in control.fleet.freezes.in_force] == [kept.freeze_id]
 
 
 async def test_only_what_matches_is_frozen(control: Control) -> None:

@@ -246,7 +246,7 @@ async def start(control: Control, candidate: Policy) -> int:
     """Start a rollout, and return the candidate's revision."""
     plan = Plan.model_validate({"step": [{"percent": 100}]})
     rollouts = control.parts.rollouts
-    rollout = await rollouts.store.start(plan, candidate, "", By(utc_now(), "ann"))
+    rollout, _ = await rollouts.store.start(plan, candidate, "", By(utc_now(), "ann"))
     await rollouts.look()
     return rollout.candidate_revision
 

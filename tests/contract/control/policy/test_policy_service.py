@@ -24,6 +24,7 @@ from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.server.policy_service import PolicyService
 from meridian_control.storage.database import Database
 from tests.contract.gated import gated
+from tests.contract.lost_store import lost_after
 from tests.contract.streams import refusal
 from tests.fakes.migrated import migrated
 from tests.processes import ROOT
@@ -237,11 +238,11 @@ class PausingStore(PolicyStore):
     committed: asyncio.Event
     go_on: asyncio.Event
 
-    async def append(self, policy: Policy, **rest: Any) -> StoredRevision:
-        stored = await super().append(policy, **rest)
+    async def append_and_compare(self, policy: Policy, **rest: Any) -> tuple[StoredRevision, StoredRevision | None]:
+        appended = await super().append_and_compare(policy, **rest)
         self.committed.set()
         await self.go_on.wait()
-        return stored
+        return appended
 
 
 async def test_a_caller_that_hangs_up_does_not_hide_the_change(tmp_path: Path) -> None:
@@ -256,6 +257,22 @@ async def test_a_caller_that_hangs_up_does_not_hide_the_change(tmp_path: Path) -
             await call
         store.go_on.set()
         assert await changed == await store.current()
+    await store.database.close()
+
+
+async def test_a_stored_change_is_acknowledged_though_the_store_is_lost_then(tmp_path: Path) -> None:
+    store, changed = PolicyStore(await Database.open(migrated(tmp_path / "policy.db"))), list[StoredRevision]()
+    async with stub(store, changed.append) as served:
+        service = Service(served, changed)
+        await service.update(policy=to_proto(LEASED))
+        with lost_after(store.database, "INSERT INTO policy_revisions"):
+            answer = await service.answer()
+        with lost_after(store.database, "INSERT INTO policy_revisions"):
+            rolled_back = await served.RollbackPolicy(policy_pb2.RollbackPolicyRequest(revision=1))
+        assert [change.revision for change in changed] == [1, 2, 3]
+        assert rolled_back.revision == await service.get()
+        assert [(c.path, c.before, c.after) for c in answer.changes] == [("fallback.lease_ms", "500", "30000")]
+        assert [(c.path, c.before, c.after) for c in rolled_back.changes] == [("fallback.lease_ms", "30000", "500")]
     await store.database.close()
 
 

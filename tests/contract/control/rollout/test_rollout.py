@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2
-from sqlalchemy import event
 
 from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.common.errors import StoreUnavailable
@@ -24,6 +23,7 @@ from meridian_control.rollout import driver
 from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.contract.clients import OWN_CONNECTION, calling
 from tests.contract.ctl import FAILED, INVALID, OK, ctl
+from tests.contract.lost_store import lost_after
 from tests.contract.rollouts import (
     ABORTED,
     ALL,
@@ -240,27 +240,25 @@ async def test_after_a_restart_no_step_ends_before_its_engines_are_back(
         assert (await control.ticks(1)).step == 2
 
 
-async def test_the_next_tick_finds_a_rollout_that_was_stored_and_could_not_be_read(control: Control) -> None:
-    stored = False
-
-    def lose(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        nonlocal stored
-        if stored and statement.startswith("SELECT"):
-            raise OSError("the disk is gone")
-        stored |= statement.startswith("INSERT INTO rollouts")
-
+async def test_a_stored_change_is_acknowledged_and_found_by_the_next_tick_though_the_store_is_lost_then(
+    control: Control,
+) -> None:
+    database = control.store.database
     with Engine(control, "a", "canary") as a:
         await a.has(1)
         await control.rollouts.tick()
-        engine = control.store.database._engine.sync_engine
-        event.listen(engine, "before_cursor_execute", lose)
-        lost = (grpc.StatusCode.UNAVAILABLE, "policy store: the disk is gone")
-        assert await refusal(control.begin(CANARY)) == lost
-        with pytest.raises(StoreUnavailable):
-            await control.rollouts.tick()
-        event.remove(engine, "before_cursor_execute", lose)
+        with lost_after(database, "INSERT INTO rollouts"):
+            started = await control.stub.StartRollout(starting(CANARY))
+            with pytest.raises(StoreUnavailable):
+                await control.rollouts.tick()
+        assert started.rollout.state == RUNNING
+        assert [change.path for change in started.changes] == ["fallback.lease_ms", "engine.max_num_active_seqs"]
         assert await control.rollouts.tick()
         await a.has(2)
+        with lost_after(database, "UPDATE rollouts"):
+            assert (await control.abort()).state == ABORTED
+        assert await control.rollouts.tick()
+        await a.has(3)
 
 
 async def test_a_caller_who_is_faster_than_a_tick_delays_no_step(

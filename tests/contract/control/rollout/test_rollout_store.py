@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import text
 
-from meridian_control.common.errors import InvalidRequest, PolicyError, RolloutActive, StoreUnavailable
+from meridian_control.common.errors import (
+    InvalidRequest,
+    PolicyError,
+    RolloutActive,
+    StoredPolicyUnreadable,
+    StoreUnavailable,
+)
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import MAX_OVERRIDES, Override
 from meridian_control.policy.store import PolicyStore, StoredRevision
@@ -49,7 +55,7 @@ async def append(store: PolicyStore, policy: Policy = NEW) -> StoredRevision:
 
 
 async def start(store: RolloutStore, plan: Plan = PLAN, policy: Policy = NEW, etag: str = "", by: By = BY) -> Rollout:
-    return await store.start(plan, policy, etag, by)
+    return (await store.start(plan, policy, etag, by))[0]
 
 
 async def in_force(store: RolloutStore) -> tuple[int, Policy]:
@@ -69,6 +75,15 @@ async def test_the_candidate_is_stored_and_not_in_force(address: str) -> None:
         assert [header.revision for header in await store.policies.history(9)] == [2, 1]
     async with opened(address) as store:
         assert await store.active() == await store.get(1) == await store.get(0) == made
+
+
+async def test_no_rollout_begins_from_a_policy_to_which_it_could_not_go_back(address: str) -> None:
+    async with opened(address) as store:
+        async with store.database.writing() as connection:
+            await connection.execute(text("UPDATE policy_revisions SET policy = 'later = 1'"))
+        with pytest.raises(StoredPolicyUnreadable):
+            await start(store)
+        assert await store.newest() is None
 
 
 async def test_a_policy_that_could_not_be_read_again_is_not_stored(address: str) -> None:
