@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # As in tests.demo.pace, which imports vLLM.
 STEP_MS = "MERIDIAN_DEMO_STEP_MS"
-RELAY = "from meridian_relay.main import main; raise SystemExit(main())"
+RELAY = "from meridian_relay.__main__ import run; raise SystemExit(run())"
 # Blocks of each engine's KV cache. The thinking engine is under pressure from its first request on, and the answering
 # engine never is.
 BLOCKS = {"A": 160, "B": 4096}

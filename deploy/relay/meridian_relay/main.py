@@ -117,7 +117,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"meridian-relay: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -89,7 +90,7 @@ async def test_a_connection_that_asks_nothing_is_ended(monkeypatch: pytest.Monke
 
 def test_a_hostile_client_forges_no_line_of_the_log(tmp_path: Path) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "meridian_relay.main", "--listen", f"127.0.0.1:{port}", "--metrics-listen", ""]
+    command = [sys.executable, "-m", "meridian_relay", "--listen", f"127.0.0.1:{port}", "--metrics-listen", ""]
     process = Process([*command, "--thinking", "http://127.0.0.1:1"], tmp_path / "relay.log")
     url = f"http://127.0.0.1:{port}"
 
@@ -108,3 +109,26 @@ def test_a_hostile_client_forges_no_line_of_the_log(tmp_path: Path) -> None:
     assert [line for line in lines if not line.replace("\t", " ").isprintable()] == []
     assert [line for line in lines if line.startswith("CRITICAL")] == []
     assert 0 < process.output().count("cannot be reached") < 20
+
+
+def test_sigterm_during_the_imports(tmp_path: Path) -> None:
+    """A container's first process would ignore it."""
+    fifo, where = tmp_path / "waits", os.pathsep.join([str(tmp_path), *sys.path])
+    os.mkfifo(fifo)
+    # A module that the relay needs, whose import does not end.
+    (tmp_path / "prometheus_client.py").write_text(f"open({str(fifo)!r}).read()")
+    process = Process([sys.executable, "-m", "meridian_relay"], tmp_path / "relay.log", {"PYTHONPATH": where})
+    ends = ExitStack()
+
+    def imports() -> bool:
+        assert process.popen.poll() is None, process.output()
+        with suppress(OSError):
+            # It can be opened once the module reads.
+            ends.callback(os.close, os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+            return True
+        return False
+
+    with ends:
+        wait_for(imports, 60, "the import")
+        assert process.stop() == 0
+    assert process.output() == ""
