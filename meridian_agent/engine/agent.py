@@ -286,6 +286,8 @@ class Agent:
             live = self.tracker.by_id.get(request.request_id)
             if live is not None and live.phase is Phase.UNKNOWN and self.tracker.markers.known:
                 before = live.think_tokens
+                # Nobody knew yet which of its stop tokens end the model's turns.
+                self.answer_only.opened(scheduler, request)
                 self.tracker.reread(live, state, self._sentence(request, state))
                 self._outbox.unreported.reread(live, live.think_tokens - before)
                 self._reread = True

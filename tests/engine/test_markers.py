@@ -98,6 +98,24 @@ def test_what_needs_no_markers_works_and_the_rest_from_when_they_are_named(
     assert control.engine().capabilities.template_strips_think
 
 
+def test_a_stop_token_sleeps_from_when_the_markers_are_named(
+    llm: Any, blind: tuple[Any, int], control: Control
+) -> None:
+    agent, end = blind
+    policy = {"scheduler": {"answer_only_stops": "all", "answer_reserve_tokens": 0}}
+    control.apply(policy)
+    params = {"temperature": 0.0, "max_tokens": 400}
+    (free,) = chat(llm, [opened()], sampling(params))
+    # The thinking token that comes latest leaves the agent time to read the request again.
+    thinking, run = free[: free.index(end)], Run(llm)
+    run.add("live", opened(), sampling(params, stop_token_ids=[max(thinking, key=thinking.index)]))
+    run.until(lambda: run.tokens["live"])
+    control.set_policy({**NAMED, **policy})
+    wait_for(lambda: agent.link.mailbox.arrived, 30, "the policy that names them")
+    run.until()
+    assert end in run.tokens["live"]
+
+
 @pytest.mark.parametrize("blind", [broken_parser], indirect=True)
 def test_markers_that_a_policy_names_are_missing_no_more(blind: tuple[Any, int], control: Control) -> None:
     """The engine's own parser fails in a way that nobody foresaw."""
