@@ -200,5 +200,7 @@ def event_text(event: fleet_pb2.RequestEvent) -> str:
         return phase_text(event.phase)
     if event.kind == "think_end":
         return f"thinking ended: {end_text(event.detail)}"
+    # The end of a request has a name of the protocol as its detail; others have a text, which may quote an id.
+    detail = spelled(event.detail) if event.kind == "closed" else event.detail
     text = EVENTS.get(event.kind) or spelled(event.kind)
-    return f"{text}: {spelled(event.detail)}" if event.detail else text
+    return f"{text}: {detail}" if detail else text

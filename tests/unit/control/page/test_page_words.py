@@ -59,6 +59,11 @@ def test_an_event_is_said_in_words(seen: fleet_pb2.RequestEvent, text: str, mark
     assert "_" not in row["text"]
 
 
+def test_ids_and_names_in_an_event_stay_as_they_are() -> None:
+    told = "request chatcmpl-Ab_1 of tenant Team_A: 412 tokens to compute again"
+    assert event_row(event("preempted_for", told))["text"] == f"preempted for: {told}"
+
+
 @pytest.mark.parametrize(
     ("life", "live", "state"),
     [
