@@ -102,8 +102,8 @@ WatchOption = Annotated[
 class Target:
     """The server and the credentials that the command line names; the environment or the context file completes them.
 
-    Credentials that the command line does not give come from the same source as the address, so that no credential is
-    sent to another server.
+    Credentials that the command line does not give come from the context if one gives the address, so that no context's
+    credential is sent to another server, and else from the environment.
     """
 
     server: str
