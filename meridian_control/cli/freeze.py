@@ -81,14 +81,17 @@ def freeze(
 def _wait_for_confirmations(client: Client, stored: freeze_pb2.StoredFreeze, wait_s: float, expected: Expected) -> None:
     """Print how many engines have confirmed a freeze; exit with FAILED unless all that are expected have."""
     began = time.monotonic()
+    # An engine that has confirmed counts also once the freeze is over, which may be before another one has.
+    confirmed: set[tuple[str, str]] = set()
     while True:
         known, unreachable = patient(partial(all_engines, client), began + wait_s - time.monotonic())
         meant = [engine for engine in known if _is_meant(engine, stored)]
         wanted = connected(meant)
+        confirmed |= {_process(engine) for engine in wanted if _is_frozen(engine, stored)}
         missing = [
             f"{engine.engine_id} has not confirmed: {_awaited(engine, stored)}"
             for engine in wanted
-            if not _is_frozen(engine, stored)
+            if _process(engine) not in confirmed
         ]
         missing += expected.missing(meant, unreachable)
         waited_s = time.monotonic() - began
@@ -101,13 +104,16 @@ def _wait_for_confirmations(client: Client, stored: freeze_pb2.StoredFreeze, wai
     if not wanted:
         say("no connected engine matches; engines that match are frozen as soon as they connect")
     else:
-        confirmed = sum(_is_frozen(engine, stored) for engine in wanted)
-        say(f"{confirmed} of {len(wanted)} connected engines confirmed")
+        say(f"{sum(_process(engine) in confirmed for engine in wanted)} of {len(wanted)} connected engines confirmed")
     for engine in wanted:
         if engine.freeze.paused and _is_frozen(engine, stored):
             say(f"vLLM is paused on {engine.engine_id}: the freeze is in force from its first step on")
     if missing:
         fail(FAILED, *missing)
+
+
+def _process(engine: fleet_pb2.Engine) -> tuple[str, str]:
+    return engine.engine_id, engine.incarnation
 
 
 def _awaited(engine: fleet_pb2.Engine, stored: freeze_pb2.StoredFreeze) -> str:

@@ -482,6 +482,31 @@ async def test_meridianctl_says_who_has_not_confirmed(control: Control, monkeypa
         )
 
 
+async def test_meridianctl_counts_engines_that_confirmed_before_the_freeze_was_over(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, is_heard, is_over = expected.all_engines, threading.Event(), threading.Event()
+
+    def thawed(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
+        ((engine,), silent) = listed(client)
+        if engine.freeze.confirmed and not is_heard.is_set():
+            is_heard.set()
+            client.freeze.Thaw(freeze_pb2.ThawRequest())
+        elif is_heard.is_set() and not engine.HasField("freeze"):
+            is_over.set()
+        return [engine], silent
+
+    monkeypatch.setattr(cli_freeze, "all_engines", thawed)
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * is_over.is_set(), sleep=time.sleep)
+    monkeypatch.setattr(cli_freeze, "time", clock)
+    with LinkedEngine([control.target], "idle"):
+        await until(lambda: len(control.fleet.connections) == 1)
+        command = ("freeze", "--for", "1m", "--reason", "x", "--wait", "0.5", "--engines", "2")
+        result = await run(*command, server=control.target)
+    assert (result.exit_code, result.stderr) == (FAILED, "1 engines are connected, of at least 2\n")
+    assert result.stdout.endswith("1 of 1 connected engines confirmed\n")
+
+
 async def test_meridianctl_names_paused_engines(control: Control) -> None:
     with LinkedEngine([control.target], "paused") as paused, LinkedEngine([control.target], "other"):
         paused.link._is_paused = lambda: True
