@@ -65,8 +65,8 @@ class AuditRecord(_message.Message):
     recognise this one.
     """
     role: _builtins.str
-    """Role of the caller: viewer, operator, admin, agent, none for a principal without a role, or any if the server does
-    not authenticate callers.
+    """Role of the caller: viewer, operator, admin, agent, or none for a principal without a role. If the server does not
+    authenticate callers: any, or guest for callers who may only read and connect engines.
     """
     peer: _builtins.str
     """Network address of the caller, or of the proxy in front of it."""

@@ -1209,7 +1209,7 @@ class LastDecision(_message.Message):
     decision_id: _builtins.int
     """Id of the decision; 0 if there is none."""
     kind: _builtins.str
-    """Kind of the decision: cap, force, hand_over or tier."""
+    """Kind of the decision: cap, force, hand_over, preempt or tier."""
     reason: _builtins.str
     """Reason of the decision, as in LoggedDecision."""
     outcome: _agent_pb2.Outcome.ValueType
@@ -2332,8 +2332,8 @@ class RequestEvent(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """Kind of the event: opened, control_group, phase, think_end, preempted, resumed, decision, stream_lost, stream_back
-    or closed. control_group says that the entropy rules only shadow the request from here on.
+    """Kind of the event: opened, control_group, phase, think_end, preempted_for, preempted, resumed, decision,
+    stream_lost, stream_back or closed. control_group says that nothing shortens the request from here on.
     """
     phase: _agent_pb2.Phase.ValueType
     """Phase of the request from this event on."""
@@ -2343,7 +2343,7 @@ class RequestEvent(_message.Message):
     """Answer tokens of the request when the control plane received the event."""
     detail: _builtins.str
     """For think_end: natural, hard_cap, answer_reserve, premature_stop or a force's reason. For closed: stop, length,
-    abort, error, repetition, handed_over or unknown.
+    error, repetition, handed_over, unknown, or a text about an abort. Otherwise a text, empty if there is none.
     """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
@@ -2419,11 +2419,12 @@ class LoggedDecision(_message.Message):
     revision: _builtins.int
     """Policy revision that was in force when the decision was made."""
     kind: _builtins.str
-    """Kind of the decision: cap, force, hand_over, probe or tier."""
+    """Kind of the decision: cap, force, hand_over, preempt, probe or tier."""
     reason: _builtins.str
     """Reason of the decision. For a force: a ForceReason without its prefix, in lower case. For a cap: hard_cap,
-    empty_answer, budget, pressure or lifted. For a probe: eat or empty_answer. For a tier: unreachable or reusable. For
-    a hand_over: kv_pressure, preempted_answers or step_gain, or taken_back.
+    empty_answer, budget, pressure or lifted. For a probe: eat, empty_answer or harm. For a tier: unreachable or
+    reusable. For a hand_over: kv_pressure, preempted_answers or step_gain, or taken_back. For a preempt: no_place or
+    no_kv_blocks, or taken_back.
     """
     shadow: _builtins.bool
     """Whether the decision is only counted and not carried out."""
@@ -2681,7 +2682,7 @@ class Comparison(_message.Message):
     value: _builtins.float
     """Value of the signal when the rule compared it."""
     operator: _builtins.str
-    """Operator of the comparison: one of <, <=, >, >= and =."""
+    """Operator of the comparison: one of <, <=, >, >= and =, or `of` for a share of the limit."""
     limit_name: _builtins.str
     """Name of the limit: a policy field or a field of the request."""
     limit: _builtins.float

@@ -141,7 +141,7 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetSavings(self, request, context):
-        """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do.
+        """Compares treated requests with the control group: the thinking that shortening saves, and the harm that it does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

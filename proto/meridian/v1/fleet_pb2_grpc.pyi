@@ -55,7 +55,7 @@ class FleetServiceStub:
     single request and are only counted.
     """
     GetSavings: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetSavingsRequest, _fleet_pb2.GetSavingsResponse]
-    """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
+    """Compares treated requests with the control group: the thinking that shortening saves, and the harm that it does."""
     ListBudgets: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListBudgetsRequest, _fleet_pb2.ListBudgetsResponse]
     """Lists the thinking budgets of the policy in force with their usage over all replicas."""
     ListSelfCalibrations: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListSelfCalibrationsRequest, _fleet_pb2.ListSelfCalibrationsResponse]
@@ -93,7 +93,7 @@ class FleetServiceAsyncStub(FleetServiceStub):
     single request and are only counted.
     """
     GetSavings: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetSavingsRequest, _fleet_pb2.GetSavingsResponse]  # type: ignore[assignment]
-    """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
+    """Compares treated requests with the control group: the thinking that shortening saves, and the harm that it does."""
     ListBudgets: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListBudgetsRequest, _fleet_pb2.ListBudgetsResponse]  # type: ignore[assignment]
     """Lists the thinking budgets of the policy in force with their usage over all replicas."""
     ListSelfCalibrations: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListSelfCalibrationsRequest, _fleet_pb2.ListSelfCalibrationsResponse]  # type: ignore[assignment]
@@ -170,7 +170,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.GetSavingsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.GetSavingsResponse, _abc.Awaitable[_fleet_pb2.GetSavingsResponse]]:
-        """Compares treated requests with the control group: the thinking that the entropy rules save, and the harm they do."""
+        """Compares treated requests with the control group: the thinking that shortening saves, and the harm that it does."""
 
     @_abc_1.abstractmethod
     def ListBudgets(
