@@ -125,12 +125,13 @@ def _add_server(p: argparse.ArgumentParser) -> None:
         "--access",
         type=file,
         help="file that assigns roles to callers; read again when it changes. Without this file and --client-ca, the "
-        "control plane accepts changes from this host only",
+        "control plane accepts changes from this host only, unless --insecure is given",
     )
     group.add_argument(
         "--insecure",
         action="store_true",
-        help="let every caller that reaches --listen change everything, and allow any address for --page-listen",
+        help="let every caller that reaches --listen change everything, or with --access what its role allows, also "
+        "without TLS; and allow any address for --page-listen",
     )
     group.add_argument(
         "--health-listen", default="", help="address that serves gRPC health alone, without TLS, for probes"

@@ -27,7 +27,9 @@ LeastEngines = Annotated[
         help="Smallest number of engines that must be connected; engines that are lost are then not waited for.",
     ),
 ]
-AllowNone = Annotated[bool, typer.Option("--allow-none", help="Succeed also if no engine is connected.")]
+AllowNone = Annotated[
+    bool, typer.Option("--allow-none", help="Succeed also if no engine is connected, and wait for no lost one.")
+]
 
 
 @dataclass(frozen=True)
