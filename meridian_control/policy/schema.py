@@ -266,7 +266,8 @@ class EntropyPolicy(Section):
         gt=0,
         le=1,
         description="Largest share of requests, a fraction, whose answer one kind of shortening may change. If the "
-        "control group shows more harm, the control plane withdraws this kind. 1 switches this off.",
+        "control group shows more harm, the control plane withdraws this kind, unless it is a cap of the policy. 1 "
+        "switches this off.",
         advice="Set it to the `--max-loss` of `meridianctl calibrate`; raise it if a budget may cost answers.",
         new=True,
     )

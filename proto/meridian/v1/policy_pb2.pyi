@@ -905,7 +905,7 @@ class EntropyPolicy(_message.Message):
     """
     max_loss: _builtins.float
     """Largest share of requests, a fraction, whose answer one kind of shortening may change. If the control group shows
-    more harm, the control plane withdraws this kind. 1 switches this off.
+    more harm, the control plane withdraws this kind, unless it is a cap of the policy. 1 switches this off.
     """
     confirm_sentence_ends: _builtins.int
     """Number of sentence ends in a row at which the rank or RPDI rule must be met before it ends thinking; for the EAT
