@@ -83,13 +83,15 @@ def _wait_for_confirmations(client: Client, stored: freeze_pb2.StoredFreeze, wai
     began = time.monotonic()
     # An engine that has confirmed counts also once the freeze is over, which may be before another one has.
     confirmed: set[tuple[str, str]] = set()
+    sent: set[tuple[str, str]] = set()
     while True:
         known, unreachable = patient(partial(all_engines, client), began + wait_s - time.monotonic())
         meant = [engine for engine in known if _is_meant(engine, stored)]
         wanted = connected(meant)
         confirmed |= {_process(engine) for engine in wanted if _is_frozen(engine, stored)}
+        sent |= {_process(engine) for engine in wanted if stored.freeze_id in engine.freeze.freeze_ids}
         missing = [
-            f"{engine.engine_id} has not confirmed: {_awaited(engine, stored)}"
+            f"{engine.engine_id} has not confirmed: {_awaited(engine, stored, was_sent=_process(engine) in sent)}"
             for engine in wanted
             if _process(engine) not in confirmed
         ]
@@ -116,9 +118,11 @@ def _process(engine: fleet_pb2.Engine) -> tuple[str, str]:
     return engine.engine_id, engine.incarnation
 
 
-def _awaited(engine: fleet_pb2.Engine, stored: freeze_pb2.StoredFreeze) -> str:
-    """Return what an engine's confirmation waits for."""
+def _awaited(engine: fleet_pb2.Engine, stored: freeze_pb2.StoredFreeze, *, was_sent: bool) -> str:
+    """Return what an engine's confirmation waits for, or that the freeze, which `was_sent` to it, has ended."""
     if stored.freeze_id not in engine.freeze.freeze_ids:
+        if was_sent:
+            return "the freeze was over or taken back before"
         return "its replica of the control plane has not sent the freeze to it yet"
     report_text = f"came at {_clock(engine.report_time)}" if engine.HasField("report_time") else "is still to come"
     return f"none of its steps has begun since; its last report {report_text}"

@@ -482,6 +482,31 @@ async def test_meridianctl_says_who_has_not_confirmed(control: Control, monkeypa
         )
 
 
+async def test_meridianctl_says_that_a_freeze_was_over_before_an_engine_confirmed(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, is_sent, is_over = expected.all_engines, threading.Event(), threading.Event()
+
+    def thawed(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
+        ((engine,), silent) = listed(client)
+        if engine.freeze.freeze_ids and not is_sent.is_set():
+            is_sent.set()
+            client.freeze.Thaw(freeze_pb2.ThawRequest())
+        elif is_sent.is_set() and not engine.freeze.freeze_ids:
+            is_over.set()
+        return [engine], silent
+
+    monkeypatch.setattr(cli_freeze, "all_engines", thawed)
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * is_over.is_set(), sleep=time.sleep)
+    monkeypatch.setattr(cli_freeze, "time", clock)
+    with LinkedEngine([control.target], "stuck") as stuck:
+        stuck.open("a")
+        await until(lambda: len(control.fleet.connections) == 1)
+        result = await run("freeze", "--for", "1m", "--reason", "x", "--wait", "0.5", server=control.target)
+    assert result.exit_code == FAILED
+    assert result.stderr == "stuck has not confirmed: the freeze was over or taken back before\n"
+
+
 async def test_meridianctl_counts_engines_that_confirmed_before_the_freeze_was_over(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
