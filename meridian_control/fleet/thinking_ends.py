@@ -78,8 +78,9 @@ async def _end_at(whole: WholeFleet, replica_id: str, engine_id: str, request_id
             return await peer.fleet.EndThinking(passed_on, timeout=CALL_TIMEOUT_S + wait_s)
 
         return await whole.peers.ask_one(replica_id, ask)
-    for connection in list(whole.fleet.connections.of_engine(engine_id)):
-        await connection.free(whole.fleet.turns)
+    # While one stream is waited for, another one may begin to take something in.
+    while busy := [c for c in whole.fleet.connections.of_engine(engine_id) if c.busy]:
+        await busy[0].free(whole.fleet.turns)
     connection, ended = end_here(whole.fleet, engine_id, request_id, request.reason)
     answer = fleet_pb2.EndThinkingResponse(
         state=ended.state, request_id=request_id, engine_id=engine_id, think_tokens=ended.think_tokens

@@ -1,0 +1,101 @@
+"""What changes on a real server while the work on a stream waits for its turn: the tests hold the turns of all streams,
+and give them one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import grpc
+from meridian.v1 import agent_pb2
+
+from meridian_control.common.slices import SLICE_ROWS
+from tests.contract.clients import calling
+from tests.contract.control.fleet.test_end_thinking import end
+from tests.contract.raw_engine import RawEngine
+from tests.contract.streams import refusal
+from tests.fakes.linked import until
+
+if TYPE_CHECKING:
+    import pytest
+
+    from meridian_control.fleet.connection import Connection
+    from meridian_control.fleet.fleet import Fleet
+    from tests.contract.streams import Control
+
+STOP = agent_pb2.FINISH_REASON_STOP
+
+
+class Turns:
+    """The turns for which streams of a fleet wait, in the order in which they began to wait."""
+
+    def __init__(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+        self._next, self._holds = fleet.turns.next, True
+        monkeypatch.setattr(fleet.turns, "next", self._wait)
+
+    async def _wait(self, who: str) -> None:
+        if self._holds:
+            self._waiting.append(asyncio.get_running_loop().create_future())
+            await self._waiting[-1]
+        else:
+            await self._next(who)
+
+    async def waiting(self, number: int) -> None:
+        """Wait until streams have waited for so many turns."""
+        await until(lambda: len(self._waiting) == number)
+
+    def number(self) -> int:
+        return len(self._waiting)
+
+    def give(self, index: int) -> None:
+        self._waiting[index].set_result(None)
+
+    async def take_in(self, connection: Connection, index: int) -> None:
+        """Give a stream its turns, of which it waits for this one, until its message is taken in; nobody else may begin
+        to wait."""
+        while connection.busy:
+            self.give(index)
+            index = len(self._waiting)
+            await until(lambda number=index: not connection.busy or len(self._waiting) > number)  # type: ignore[misc]
+
+    def give_all(self) -> None:
+        self._holds = False
+        for turn in self._waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+
+def thinking(number: int, first: int = 0, name: str = "r") -> list[agent_pb2.RequestOpened]:
+    """Return requests that think; more than SLICE_ROWS of them are taken in with pauses."""
+    return [
+        agent_pb2.RequestOpened(slot=slot, request_id=f"{name}{slot}", model="m", phase=agent_pb2.PHASE_THINK)
+        for slot in range(first, first + number)
+    ]
+
+
+async def test_no_request_is_ended_in_a_report_that_is_half_taken_in(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines have one name. While the call waits for the second one, the first one reports that the request has
+    finished."""
+    async with calling(control.target) as clients:
+        first, second = [
+            await RawEngine(clients.channel, "engine", incarnation=incarnation, max_num_seqs=128).connect()
+            for incarnation in ("1", "2")
+        ]
+        await first.report(opened=thinking(1))
+        await until(lambda: control.names() == ["r0"])
+        turns = Turns(control.fleet, monkeypatch)
+        await second.report(opened=thinking(SLICE_ROWS, name="other"))
+        await turns.waiting(1)
+        ending = asyncio.create_task(refusal(end(control.target, "r0")))
+        await turns.waiting(2)
+        await first.report(opened=thinking(SLICE_ROWS, 1), closed=[agent_pb2.RequestClosed(slot=0, reason=STOP)])
+        await turns.waiting(3)
+        await turns.take_in(list(control.fleet.connections)[1], 0)
+        before = turns.number()
+        turns.give(1)
+        await until(lambda: ending.done() or turns.number() > before)
+        turns.give_all()
+        assert await ending == (grpc.StatusCode.NOT_FOUND, 'no live request "r0" on engine "engine"')
