@@ -26,12 +26,14 @@ class _Gone(NamedTuple):
 
     time: end of the stream. engine: the serialised message, a sixth of the message's size in memory. lease_s: seconds
     after the end of the stream for which the agent still obeys its decisions. lost: whether the stream broke off.
+    began_ns: begin of the stream, in Unix time.
     """
 
     time: datetime
     engine: bytes
     lease_s: float
     lost: bool
+    began_ns: int
 
     def is_recent(self, now: datetime) -> bool:
         return (now - self.time).total_seconds() <= FORGET_AFTER_S
@@ -60,9 +62,14 @@ class Departed:
         return len(self._gone)
 
     def add_engine(self, engine: fleet_pb2.Engine, lease_s: float, now: datetime) -> None:
-        """Keep an engine. engine: its last state. lease_s: seconds for which its agent still obeys its decisions."""
+        """Keep an engine, unless a newer stream of it has ended already: a large session closes late. engine: its last
+        state. lease_s: seconds for which its agent still obeys its decisions."""
+        kept, began_ns = self._gone.get(engine.engine_id), engine.connect_time.ToNanoseconds()
+        if kept is not None and kept.began_ns > began_ns:
+            return
         self.remove(engine.engine_id)
-        gone = self._gone[engine.engine_id] = _Gone(now, engine.SerializeToString(), lease_s, engine.lost)
+        gone = _Gone(now, engine.SerializeToString(), lease_s, engine.lost, began_ns)
+        self._gone[engine.engine_id] = gone
         self._bytes += len(gone.engine)
 
     def remove(self, engine_id: str) -> None:

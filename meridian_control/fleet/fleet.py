@@ -226,7 +226,10 @@ class Fleet:
         session, now = connection.session, self.clock()
         self.count_end(reason)
         try:
-            yield from session.closing(now, followed=bool(self.connections.of_process(session.identity)))
+            for _ in session.closing(now, followed=bool(self.connections.of_process(session.identity))):
+                if session.hello.engine_id not in self.departed:
+                    self._depart(session, reason, now)
+                yield
         except Exception:
             # An error of the control plane, often the one that has ended the stream. The engine has left all the same.
             logger.exception("the session of engine %s could not be closed", session.hello.engine_id)
@@ -234,18 +237,20 @@ class Fleet:
         self.closed_totals.add(session.totals)
         self.connections.counted.discard(connection)
         connection.memory.close()
-        engine_id = session.hello.engine_id
-        # An engine with a newer stream is still connected, so the state that is kept for the engine must stay.
-        if not self.connections.of_engine(engine_id):
+        self._depart(session, reason, now)
+        for gone in (forgotten := self.departed.forget(now)):
+            self.shadows.pop(gone, None)
+        if forgotten:
+            each(self.parts.values(), lambda part: part.forgot(forgotten))
+
+    def _depart(self, session: Session, reason: str, now: datetime) -> None:
+        """Keep the engine of a session whose stream has ended, unless a newer stream of the engine is open."""
+        if not self.connections.of_engine(session.hello.engine_id):
             session.shadow.new_stream()
             view = self.engine_view(session, connected=False)
             # An agent ends its stream itself only when its engine shuts down without an error.
             view.lost = reason != "agent_closed"
             self.departed.add_engine(view, session.lease_s, now)
-        for gone in (forgotten := self.departed.forget(now)):
-            self.shadows.pop(gone, None)
-        if forgotten:
-            each(self.parts.values(), lambda part: part.forgot(forgotten))
 
     def count_end(self, reason: str) -> None:
         self.stream_ends[reason] = self.stream_ends.get(reason, 0) + 1

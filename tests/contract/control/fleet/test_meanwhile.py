@@ -7,7 +7,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import grpc
-from meridian.v1 import agent_pb2
+import pytest
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.slices import SLICE_ROWS
 from tests.contract.clients import calling
@@ -17,13 +18,15 @@ from tests.contract.streams import refusal
 from tests.fakes.linked import until
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterator
 
     from meridian_control.fleet.connection import Connection
     from meridian_control.fleet.fleet import Fleet
     from tests.contract.streams import Control
 
 STOP = agent_pb2.FINISH_REASON_STOP
+# Requests of a stream that closes with several pauses.
+MANY = 3 * SLICE_ROWS
 
 
 class Turns:
@@ -31,8 +34,12 @@ class Turns:
 
     def __init__(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
         self._waiting: list[asyncio.Future[None]] = []
-        self._next, self._holds = fleet.turns.next, True
+        self._next, self._holds = fleet.turns.next, False
         monkeypatch.setattr(fleet.turns, "next", self._wait)
+
+    def hold(self) -> None:
+        """Let streams wait from now on."""
+        self._holds = True
 
     async def _wait(self, who: str) -> None:
         if self._holds:
@@ -66,6 +73,13 @@ class Turns:
                 turn.set_result(None)
 
 
+@pytest.fixture
+def turns(control: Control, monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
+    turns = Turns(control.fleet, monkeypatch)
+    yield turns
+    turns.give_all()
+
+
 def thinking(number: int, first: int = 0, name: str = "r") -> list[agent_pb2.RequestOpened]:
     """Return requests that think; more than SLICE_ROWS of them are taken in with pauses."""
     return [
@@ -74,9 +88,7 @@ def thinking(number: int, first: int = 0, name: str = "r") -> list[agent_pb2.Req
     ]
 
 
-async def test_no_request_is_ended_in_a_report_that_is_half_taken_in(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_request_is_ended_in_a_report_that_is_half_taken_in(control: Control, turns: Turns) -> None:
     """Two engines have one name. While the call waits for the second one, the first one reports that the request has
     finished."""
     async with calling(control.target) as clients:
@@ -86,7 +98,7 @@ async def test_no_request_is_ended_in_a_report_that_is_half_taken_in(
         ]
         await first.report(opened=thinking(1))
         await until(lambda: control.names() == ["r0"])
-        turns = Turns(control.fleet, monkeypatch)
+        turns.hold()
         await second.report(opened=thinking(SLICE_ROWS, name="other"))
         await turns.waiting(1)
         ending = asyncio.create_task(refusal(end(control.target, "r0")))
@@ -99,3 +111,43 @@ async def test_no_request_is_ended_in_a_report_that_is_half_taken_in(
         await until(lambda: ending.done() or turns.number() > before)
         turns.give_all()
         assert await ending == (grpc.StatusCode.NOT_FOUND, 'no live request "r0" on engine "engine"')
+
+
+async def leaving(control: Control, engine: RawEngine, turns: Turns) -> None:
+    """Let an engine's stream break off, and wait until its session is half closed."""
+    engine.call.cancel()
+    await until(lambda: turns.number() and len(control.fleet.connections) < len(control.fleet.counted_sessions()))
+    assert control.fleet.stream_ends == {"disconnected": 1}
+
+
+async def test_an_engine_that_leaves_is_listed_at_any_time(control: Control, turns: Turns) -> None:
+    """A rollout waits for an engine whose stream broke off, so it must not miss the engine in any look."""
+    async with calling(control.target) as clients:
+        engine = await RawEngine(clients.channel, "engine", max_num_seqs=128).connect()
+        await engine.report(opened=thinking(MANY))
+        await engine.answer(engine.step)
+        turns.hold()
+        await leaving(control, engine, turns)
+        (shown,) = (await clients.fleet.ListEngines(fleet_pb2.ListEnginesRequest())).engines
+        assert (shown.state, shown.lost) == (fleet_pb2.CONNECTION_STATE_DISCONNECTED, True)
+        turns.give_all()
+        await until(lambda: not control.fleet.counted_sessions())
+        (shown,) = (await clients.fleet.ListEngines(fleet_pb2.ListEnginesRequest())).engines
+        assert (shown.state, shown.lost, shown.open_decisions) == (fleet_pb2.CONNECTION_STATE_DISCONNECTED, True, 0)
+
+
+async def test_a_stream_that_closes_late_does_not_speak_for_its_engine(control: Control, turns: Turns) -> None:
+    """While the first stream closes, a second one of the engine begins and ends."""
+    async with calling(control.target) as clients:
+        engine = await RawEngine(clients.channel, "engine", max_num_seqs=128).connect()
+        await engine.report(opened=thinking(MANY))
+        await engine.answer(engine.step)
+        turns.hold()
+        await leaving(control, engine, turns)
+        again = await RawEngine(clients.channel, "engine", incarnation="2").welcomed()
+        await again.call.done_writing()
+        await until(lambda: control.fleet.stream_ends.get("agent_closed"))
+        turns.give_all()
+        await until(lambda: not control.fleet.counted_sessions())
+        shown = control.engine()
+        assert (shown.incarnation, shown.lost) == ("2", False)
