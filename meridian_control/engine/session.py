@@ -274,8 +274,9 @@ class Session:
         """End the session, because its stream has ended. followed: whether a newer one of the same process is open."""
         if self._journal is not None:
             self._journal.now = now
-        yield from self._ledger.close()
+        # Nothing pauses before this, so what the parts learn is still true.
         self._parts.stream_ended(now, followed)
+        yield from self._ledger.close()
         if self._journal is not None:
             yield from self._journal.lost()
 

@@ -10,12 +10,19 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.handover.fleet import FleetHandovers
+from meridian_control.capabilities.handover.results import WAIT
 from meridian_control.common.slices import SLICE_ROWS
+from meridian_control.engine.decision_ledger import SETTLED_AT_ONCE
+from meridian_control.policy.model import Policy
 from tests.contract.clients import calling
 from tests.contract.control.fleet.test_end_thinking import end
 from tests.contract.raw_engine import RawEngine
 from tests.contract.streams import refusal
+from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
+from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, pending
+from tests.unit.control.capabilities.handover.engines import hello as pooled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,3 +158,33 @@ async def test_a_stream_that_closes_late_does_not_speak_for_its_engine(control: 
         await until(lambda: not control.fleet.counted_sessions())
         shown = control.engine()
         assert (shown.incarnation, shown.lost) == ("2", False)
+
+
+async def test_a_stream_that_closes_late_takes_no_request_from_its_engine_s_next_one(
+    control: Control, turns: Turns
+) -> None:
+    """A request that is to be handed over lives on after its engine's stream broke off: the next stream lists it, while
+    the first one still closes its many decisions."""
+    await control.set_policy(disagg().model_copy(update={"scheduler": Policy().scheduler}))
+    results = control.fleet.part(FleetHandovers).results
+    thinks = agent_pb2.RequestOpened(
+        request_id="moves", model="m", prompt_tokens=160, phase=agent_pb2.PHASE_THINK, hand_over_candidate=True
+    )
+    async with calling(control.target) as clients:
+        a = await RawEngine(clients.channel, pooled("a", max_num_seqs=1024)).connect()
+        await RawEngine(clients.channel, pooled("b", ANSWERING)).connect()
+        await until(lambda: [e.acked_revision for e in engines_of(control.fleet)] == [control.fleet.revision] * 2)
+        await until(lambda: all(c.session.gauges is not None for c in control.fleet.connections))
+        control.fleet.part(FleetHandovers).share()
+        await a.report(opened=[thinks, *thinking(3 * SETTLED_AT_ONCE, 1)], kv_used=0.95)
+        await a.hand_over()
+        await until(lambda: control.engine("a").open_decisions > 3 * SETTLED_AT_ONCE)
+        turns.hold()
+        await leaving(control, a, turns)
+        again = await RawEngine(clients.channel, pooled("a", max_num_seqs=1024)).welcomed()
+        await again.send(snapshot=agent_pb2.Snapshot(step=9, requests=[thinks]))
+        await until(lambda: control.names() == ["moves"])
+        turns.give_all()
+        await until(lambda: len(control.fleet.counted_sessions()) == 2)
+        results.expire(control.fleet.clock() + WAIT)
+        assert (results.total(), pending(results)) == ({}, 1)
