@@ -118,12 +118,14 @@ class BudgetSharing(FleetPart):
 
     async def _share(self) -> None:
         fleet, budgets = self.fleet, self.budgets
-        budgets.set_budgets(self._policies())
+        budgets.set_budgets(policies := self._policies())
         # Clients choose the names of tenants, so sessions must not keep them for long.
         async for session in in_turns(fleet.counted_sessions()):
             charges = session.part(EngineBudgets).charges
             self.tenants.take_charges(charges)
             budgets.collect(charges)
+        # Some of the tokens may count for budgets of a policy that has come meanwhile.
+        budgets.set_budgets([*self._policies(), *policies])
         if budgets.budgets or budgets.stages or budgets.unsaved_tokens:
             await self._exchange()
             before = budgets.stages

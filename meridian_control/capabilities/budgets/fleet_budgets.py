@@ -110,6 +110,8 @@ class FleetBudgets:
             self._alone[name] = self._account(budget, now)
             self._seen.setdefault(name, full(now))
         self._new.clear()
+        # Tokens of budgets that no policy has any more are dropped. A budget that comes meanwhile is not among these.
+        ended = self._unsaved.keys() - self.budgets.keys()
         sent = {n: Usage(self._unsaved[n], self._seen[n], self._alone[n]) for n in self.budgets if self._unsaved[n]}
         stored = await store.charge(sent, self.budgets)
         # The store's clock may differ from this replica's.
@@ -118,8 +120,7 @@ class FleetBudgets:
         self._alone = dict(self._seen)
         self.share_time = now
         self._unsaved.subtract({name: usage.tokens for name, usage in sent.items()})
-        # Tokens of budgets that no policy has any more are dropped.
-        self._unsaved = Counter({name: tokens for name, tokens in self._unsaved.items() if name in self.budgets})
+        self._unsaved = Counter({name: tokens for name, tokens in self._unsaved.items() if name not in ended})
 
     def find_stages(self, now: datetime) -> None:
         """Find the stage of each budget, also from tokens that are not stored yet."""

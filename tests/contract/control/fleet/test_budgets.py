@@ -3,6 +3,7 @@ replica loses only what it had not stored, and stages reach every engine."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import fleet_pb2, policy_pb2
 
+from meridian_control.capabilities.budgets import fleet as fleet_module
 from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
+    from meridian_control.engine.session import Session
     from meridian_control.policy.model import Policy
     from tests.contract.control.app.test_server import Process
     from tests.contract.streams import Control
@@ -166,6 +169,44 @@ async def test_usage_outlives_a_restart_and_a_store_that_is_away(
         acme, _ = (await listed(control)).budgets
         assert (acme.used_tokens, acme.stage) == (55, SOFT_CLOSE)
         await until(lambda: engine.link.lease.revision == control.fleet.revision and control.fleet.connections)
+
+
+@pytest.mark.parametrize("slow", ["in_turns", "charge"], ids=["usage is collected", "the store is slow"])
+async def test_a_budget_that_comes_during_an_exchange_loses_nothing(
+    control: Control, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """An engine gets a policy with a new budget, thinks and leaves, while a part of an exchange is under way."""
+    sharing, begun, go_on = control.fleet.part(BudgetSharing), asyncio.Event(), asyncio.Event()
+    assert sharing._store is not None
+    charge = sharing._store.charge
+
+    async def slow_store(*args: Any) -> Any:
+        begun.set()
+        await go_on.wait()
+        return await charge(*args)
+
+    async def slow_turns(sessions: list[Session]) -> AsyncIterator[Session]:
+        begun.set()
+        await go_on.wait()
+        for session in sessions:
+            yield session
+
+    await control.set_policy(policy(budget=[{"name": "other", "tokens_per_day": 10**9}]))
+    with monkeypatch.context() as patched:
+        if slow == "charge":
+            patched.setattr(sharing._store, "charge", slow_store)
+        else:
+            patched.setattr(fleet_module, "in_turns", slow_turns)
+        exchange = asyncio.create_task(sharing.tick())
+        await begun.wait()
+        async with thinking(control, budgeted(80)):
+            pass
+        await until(lambda: not control.fleet.counted_sessions())
+        go_on.set()
+        await exchange
+    await sharing.tick()
+    used = {budget.policy.name: budget.used_tokens for budget in (await listed(control)).budgets}
+    assert used == {"acme": 15, "all": 15}
 
 
 async def test_a_stop_names_the_usage_that_it_cannot_store(
