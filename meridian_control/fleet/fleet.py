@@ -175,7 +175,7 @@ class Fleet:
         connection.busy = True
         try:
             work = session.taking_in(message, now)
-            while True:
+            while connection in self.connections:
                 try:
                     next(work)
                 except StopIteration as done:
@@ -183,6 +183,9 @@ class Fleet:
                     break
                 connection.memory.hold(session.held_bytes)
                 yield
+            else:
+                # A newer stream of the process has replaced this one, and its snapshot has what this message says.
+                return
             if not -STEP_BYTES < session.held_bytes - connection.memory.bytes < STEP_BYTES:
                 connection.memory.hold(session.held_bytes)
             if self.recordings:

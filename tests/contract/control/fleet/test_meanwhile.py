@@ -10,6 +10,7 @@ import grpc
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.handover.results import WAIT
 from meridian_control.common.slices import SLICE_ROWS
@@ -21,6 +22,7 @@ from tests.contract.raw_engine import RawEngine
 from tests.contract.streams import refusal
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
+from tests.fakes.tables import policy, tokens
 from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, pending
 from tests.unit.control.capabilities.handover.engines import hello as pooled
 
@@ -188,3 +190,39 @@ async def test_a_stream_that_closes_late_takes_no_request_from_its_engine_s_next
         await until(lambda: len(control.fleet.counted_sessions()) == 2)
         results.expire(control.fleet.clock() + WAIT)
         assert (results.total(), pending(results)) == ({}, 1)
+
+
+async def test_a_stream_that_another_one_has_replaced_takes_nothing_in(control: Control, turns: Turns) -> None:
+    """The agent reads nothing on its first stream any more, so that stream ends late. Its last report, of which a part
+    is taken in, is in the snapshot of the second stream, too."""
+    await control.set_policy(policy(budget=[{"name": "all", "tokens_per_day": 10**9}]))
+    sharing, live, reads = control.fleet.part(BudgetSharing), thinking(1), asyncio.Event()
+    async with calling(control.target) as clients:
+        engine = await RawEngine(clients.channel, "engine", max_num_seqs=128).connect(control.fleet.revision)
+        await engine.report(opened=live)
+        await engine.answer(engine.step)
+        (first,) = control.fleet.connections
+        get = first.outgoing.get
+
+        async def get_late() -> agent_pb2.ConnectResponse | None:
+            await reads.wait()
+            return await get()
+
+        first.outgoing.get = get_late  # type: ignore[method-assign]
+        # The stream already waits for this response.
+        first.put([agent_pb2.ConnectResponse()])
+        await until(first.outgoing.empty)
+        turns.hold()
+        await engine.report(opened=thinking(SLICE_ROWS, 1), tokens=tokens([(0, agent_pb2.PHASE_THINK, 0, 0.0)] * 5))
+        await until(lambda: first.busy)
+        again = await RawEngine(clients.channel, "engine", max_num_seqs=128).welcomed()
+        live[0].think_tokens = 5
+        await again.send(snapshot=agent_pb2.Snapshot(step=9, requests=live))
+        await until(lambda: control.names() == ["r0"])
+        turns.give_all()
+        await until(lambda: not first.busy)
+        await sharing.tick()
+        assert first in control.fleet.connections.counted
+        assert sharing.budgets.counted["all"] == sharing.tenants.counted["", "m"] == 5
+        reads.set()
+        await until(lambda: control.fleet.stream_ends == {"replaced": 1})
