@@ -202,7 +202,8 @@ class HarmGuard:
                 await rollouts.change(rollout, partial(abort, by=By(self._rollouts.clock(), WITHDRAWER, reason)))
                 await self._rollouts.look()
                 current = await policies.current()
-        if current is None or not harms:
+        # Somebody may have changed the rules after the rollout ended.
+        if current is None or not harms or rules_of(current.policy) != savings.rules:
             return
         policy = reduce(without, kinds, current.policy)
         try:

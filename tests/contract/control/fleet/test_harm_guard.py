@@ -281,6 +281,25 @@ async def test_harm_during_a_rollout_aborts_it_and_withdraws_the_rules(control: 
     assert control.fleet.policy.policy == policy(entropy={"shadow": True})
 
 
+async def test_a_policy_that_comes_during_a_withdrawal_stays(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as the rollout is aborted, somebody stores other rules, of which no harm is known."""
+    await control.set_policy(RULES)
+    look = control.parts.rollouts.look
+
+    async def look_and_store() -> None:
+        monkeypatch.undo()
+        await look()
+        await control.set_policy(OTHER_RULES)
+
+    async with rolling_out(control):
+        harm(control)
+        monkeypatch.setattr(control.parts.rollouts, "look", look_and_store)
+        await control.fleet.part(Comparisons).tick()
+    current = await control.store.current()
+    assert current is not None
+    assert (current.author, current.policy) == ("test", OTHER_RULES)
+
+
 async def test_harm_of_a_candidate_aborts_its_rollout_only(control: Control) -> None:
     await control.set_policy(RULES)
     async with rolling_out(control) as revision:
