@@ -183,8 +183,13 @@ class Rollouts:
         if not self._leads() or (self._told is None and idle_ticks):
             self._idle_ticks, self._driven = idle_ticks, None
             return False
-        stored = await self.store.active()
+        # A change may be stored while the store is read, and `look` then asks for another reading.
         self._idle_ticks = 0
+        try:
+            stored = await self.store.active()
+        except StoreUnavailable:
+            self._idle_ticks = -1
+            raise
         if _version(stored) != self._told:
             await self.look()
         if stored is None:

@@ -261,6 +261,31 @@ async def test_a_stored_change_is_acknowledged_and_found_by_the_next_tick_though
         await a.has(3)
 
 
+async def test_so_is_a_change_that_is_stored_while_a_tick_reads_the_store(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active, has_read, goes_on = control.rollouts.store.active, asyncio.Event(), asyncio.Event()
+
+    async def slow() -> Rollout | None:
+        read = await active()
+        has_read.set()
+        await goes_on.wait()
+        return read
+
+    with Engine(control, "a", "canary") as a:
+        await a.has(1)
+        monkeypatch.setattr(control.rollouts.store, "active", slow)
+        tick = asyncio.create_task(control.rollouts.tick())
+        await has_read.wait()
+        monkeypatch.undo()
+        with lost_after(control.store.database, "INSERT INTO rollouts"):
+            assert (await control.begin(CANARY)).state == RUNNING
+        goes_on.set()
+        await tick
+        assert await control.rollouts.tick()
+        await a.has(2)
+
+
 async def test_a_caller_who_is_faster_than_a_tick_delays_no_step(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
