@@ -137,8 +137,9 @@ class StatusPage:
             try:
                 engines, _ = await self._whole.engines()
                 fleet = self._whole.fleet
+                now = fleet.clock()
                 points = [await answer_of(part, part.point(), {}) for part in fleet.parts.values()]
-                self._history.note(engines, fleet.revision, fleet.clock(), dict(ChainMap(*points)))
+                self._history.note(engines, fleet.revision, now, dict(ChainMap(*points)))
             except Exception:
                 logger.exception("cannot add to the status page's history")
             await asyncio.sleep(PERIOD_S)

@@ -359,6 +359,25 @@ async def test_rows_with_one_key_leave_none_behind(browser: Browser, tmp_path: P
         assert not complaints
 
 
+async def test_a_point_has_the_time_of_its_counts(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are counts by time, and a capability may wait for a replica that does not answer."""
+    begin = now = utc_now()
+
+    async def late(_: Comparisons) -> dict[str, float]:
+        nonlocal now
+        now += timedelta(seconds=2)
+        return {}
+
+    monkeypatch.setattr(Comparisons, "point", late)
+    monkeypatch.setattr(control.fleet, "clock", lambda: now)
+    page = StatusPage(control.parts.whole, control.store, RolloutStore(control.store))
+    await page.start("127.0.0.1", 0)
+    await until(lambda: page._history.points)
+    await page.stop()
+    assert page._history.points[0]["time"] == begin.timestamp()
+    assert now > begin
+
+
 async def test_the_last_hour_is_drawn(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chart has its lines, a revision and a freeze are marks, also of a time before the page was opened, and the
     keyboard chooses a time."""
