@@ -42,12 +42,13 @@ class Turns:
     """The turns for which streams of a fleet wait, in the order in which they began to wait."""
 
     def __init__(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._waiting: list[asyncio.Future[None]] = []
+        self._fleet, self._waiting = fleet, list[asyncio.Future[None]]()
         self._next, self._holds = fleet.turns.next, False
         monkeypatch.setattr(fleet.turns, "next", self._wait)
 
-    def hold(self) -> None:
-        """Let streams wait from now on."""
+    async def hold(self) -> None:
+        """Let streams wait from now on, once what they have begun to take in is done."""
+        await until(lambda: not (self._fleet.turns._waiting or any(c.busy for c in self._fleet.connections)))
         self._holds = True
 
     async def _wait(self, who: str) -> None:
@@ -106,8 +107,8 @@ async def test_no_request_is_ended_in_a_report_that_is_half_taken_in(control: Co
             for incarnation in ("1", "2")
         ]
         await first.report(opened=thinking(1))
-        await until(lambda: control.names() == ["r0"])
-        turns.hold()
+        await until(lambda: control.names() == ["r0"] and all(c.session.gauges for c in control.fleet.connections))
+        await turns.hold()
         await second.report(opened=thinking(SLICE_ROWS, name="other"))
         await turns.waiting(1)
         ending = asyncio.create_task(refusal(end(control.target, "r0")))
@@ -135,7 +136,7 @@ async def test_an_engine_that_leaves_is_listed_at_any_time(control: Control, tur
         engine = await RawEngine(clients.channel, "engine", max_num_seqs=128).connect()
         await engine.report(opened=thinking(MANY))
         await engine.answer(engine.step)
-        turns.hold()
+        await turns.hold()
         await leaving(control, engine, turns)
         (shown,) = (await clients.fleet.ListEngines(fleet_pb2.ListEnginesRequest())).engines
         assert (shown.state, shown.lost) == (fleet_pb2.CONNECTION_STATE_DISCONNECTED, True)
@@ -151,7 +152,7 @@ async def test_a_stream_that_closes_late_does_not_speak_for_its_engine(control: 
         engine = await RawEngine(clients.channel, "engine", max_num_seqs=128).connect()
         await engine.report(opened=thinking(MANY))
         await engine.answer(engine.step)
-        turns.hold()
+        await turns.hold()
         await leaving(control, engine, turns)
         again = await RawEngine(clients.channel, "engine", incarnation="2").welcomed()
         await again.call.done_writing()
@@ -181,7 +182,7 @@ async def test_a_stream_that_closes_late_takes_no_request_from_its_engine_s_next
         await a.report(opened=[thinks, *thinking(3 * SETTLED_AT_ONCE, 1)], kv_used=0.95)
         await a.hand_over()
         await until(lambda: control.engine("a").open_decisions > 3 * SETTLED_AT_ONCE)
-        turns.hold()
+        await turns.hold()
         await leaving(control, a, turns)
         again = await RawEngine(clients.channel, pooled("a", max_num_seqs=1024)).welcomed()
         await again.send(snapshot=agent_pb2.Snapshot(step=9, requests=[thinks]))
@@ -209,10 +210,9 @@ async def test_a_stream_that_another_one_has_replaced_takes_nothing_in(control: 
             return await get()
 
         first.outgoing.get = get_late  # type: ignore[method-assign]
-        # The stream already waits for this response.
+        # The stream may already wait for a response, which then is this one.
         first.put([agent_pb2.ConnectResponse()])
-        await until(first.outgoing.empty)
-        turns.hold()
+        await turns.hold()
         await engine.report(opened=thinking(SLICE_ROWS, 1), tokens=tokens([(0, agent_pb2.PHASE_THINK, 0, 0.0)] * 5))
         await until(lambda: first.busy)
         again = await RawEngine(clients.channel, "engine", max_num_seqs=128).welcomed()
