@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2
+from vllm import SamplingParams
 
 from meridian_agent.core.directives import CAPS, ORDER
 from meridian_agent.core.phases import NO_MARKERS, Phase, begin
@@ -41,6 +42,13 @@ def scheduler_of() -> Any:
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False),
         vllm_config=config,
     )
+
+
+def live_request(name: str, output: list[int]) -> Any:
+    """Return vLLM's request of a prompt that ends with the start marker."""
+    tokens = {"prompt_token_ids": [START], "output_token_ids": output}
+    params = SamplingParams()
+    return SimpleNamespace(**tokens, request_id=name, sampling_params=params, is_finished=lambda: False)
 
 
 LATER_TURNS = LaterTurns(lambda _: Template(), lambda: None)
@@ -226,8 +234,7 @@ def test_a_busy_engine_whose_markers_become_known_sends_few_snapshots(
     monkeypatch.setattr(agent.link.outbox, "resync", lambda: snapshots.append(agent.accounts.began_s))
     agent.put_in_force(agent_pb2.Settings(), NO_MARKERS)
     for name in map(str, range(190)):
-        ref = SimpleNamespace(request_id=name, prompt_token_ids=[START], output_token_ids=[], is_finished=lambda: False)
-        opened(agent.tracker, name, ref=ref)
+        opened(agent.tracker, name, ref=live_request(name, []))
     agent.put_in_force(agent_pb2.Settings(), MARKERS)
     snapshots.clear()
     while agent._adoption:
@@ -244,8 +251,7 @@ def test_a_request_that_ends_before_the_snapshot_of_its_reading_loses_no_tokens(
     agent._take_inbox()
     agent.put_in_force(agent_pb2.Settings(), NO_MARKERS)
     for name in "abcd":
-        tokens = {"prompt_token_ids": [START], "output_token_ids": [TEXT] * 5000}
-        opened(agent.tracker, name, ref=SimpleNamespace(**tokens, request_id=name, is_finished=lambda: False))
+        opened(agent.tracker, name, ref=live_request(name, [TEXT] * 5000))
     agent.put_in_force(agent_pb2.Settings(), MARKERS)
     snapshots = []
     for ends in ("", "b", ""):
