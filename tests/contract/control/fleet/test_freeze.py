@@ -30,7 +30,7 @@ from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from meridian_control.cli.console import Client
     from tests.contract.streams import Control
@@ -482,23 +482,35 @@ async def test_meridianctl_says_who_has_not_confirmed(control: Control, monkeypa
         )
 
 
-async def test_meridianctl_says_that_a_freeze_was_over_before_an_engine_confirmed(
-    control: Control, monkeypatch: pytest.MonkeyPatch
+def thaw_once(
+    monkeypatch: pytest.MonkeyPatch,
+    shown: Callable[[fleet_pb2.Engine], bool],
+    over: Callable[[fleet_pb2.Engine], bool],
 ) -> None:
-    listed, is_sent, is_over = expected.all_engines, threading.Event(), threading.Event()
+    """Let `meridianctl freeze` find its freeze taken back once `shown` holds for the one engine, and its waiting time
+    past once `over` holds after that."""
+    listed, is_thawed, is_over = expected.all_engines, threading.Event(), threading.Event()
 
     def thawed(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
         ((engine,), silent) = listed(client)
-        if engine.freeze.freeze_ids and not is_sent.is_set():
-            is_sent.set()
+        if shown(engine) and not is_thawed.is_set():
+            is_thawed.set()
             client.freeze.Thaw(freeze_pb2.ThawRequest())
-        elif is_sent.is_set() and not engine.freeze.freeze_ids:
+        elif is_thawed.is_set() and over(engine):
             is_over.set()
         return [engine], silent
 
     monkeypatch.setattr(cli_freeze, "all_engines", thawed)
     clock = SimpleNamespace(monotonic=lambda: 60.0 * is_over.is_set(), sleep=time.sleep)
     monkeypatch.setattr(cli_freeze, "time", clock)
+
+
+async def test_meridianctl_says_that_a_freeze_was_over_before_an_engine_confirmed(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thaw_once(
+        monkeypatch, lambda engine: bool(engine.freeze.freeze_ids), over=lambda engine: not engine.freeze.freeze_ids
+    )
     with LinkedEngine([control.target], "stuck") as stuck:
         stuck.open("a")
         await until(lambda: len(control.fleet.connections) == 1)
@@ -510,20 +522,7 @@ async def test_meridianctl_says_that_a_freeze_was_over_before_an_engine_confirme
 async def test_meridianctl_counts_engines_that_confirmed_before_the_freeze_was_over(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed, is_heard, is_over = expected.all_engines, threading.Event(), threading.Event()
-
-    def thawed(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
-        ((engine,), silent) = listed(client)
-        if engine.freeze.confirmed and not is_heard.is_set():
-            is_heard.set()
-            client.freeze.Thaw(freeze_pb2.ThawRequest())
-        elif is_heard.is_set() and not engine.HasField("freeze"):
-            is_over.set()
-        return [engine], silent
-
-    monkeypatch.setattr(cli_freeze, "all_engines", thawed)
-    clock = SimpleNamespace(monotonic=lambda: 60.0 * is_over.is_set(), sleep=time.sleep)
-    monkeypatch.setattr(cli_freeze, "time", clock)
+    thaw_once(monkeypatch, lambda engine: engine.freeze.confirmed, over=lambda engine: not engine.HasField("freeze"))
     with LinkedEngine([control.target], "idle"):
         await until(lambda: len(control.fleet.connections) == 1)
         command = ("freeze", "--for", "1m", "--reason", "x", "--wait", "0.5", "--engines", "2")
