@@ -1,5 +1,5 @@
-"""What changes on a real server while the work on a stream waits for its turn: the tests hold the turns of all streams,
-and give them one by one."""
+"""Each test changes something on a real server while the work on a stream waits for its turn: the tests hold the turns
+of all streams, and give them one by one."""
 
 from __future__ import annotations
 
@@ -130,14 +130,19 @@ async def leaving(control: Control, engine: RawEngine, turns: Turns) -> None:
     assert control.fleet.stream_ends == {"disconnected": 1}
 
 
+async def left(control: Control, channel: grpc.aio.Channel, turns: Turns) -> None:
+    """Let an engine with many requests connect and leave, and wait until its session is half closed."""
+    engine = await RawEngine(channel, "engine", max_num_seqs=128).connect()
+    await engine.report(opened=thinking(MANY))
+    await engine.answer(engine.step)
+    await turns.hold()
+    await leaving(control, engine, turns)
+
+
 async def test_an_engine_that_leaves_is_listed_at_any_time(control: Control, turns: Turns) -> None:
     """A rollout waits for an engine whose stream broke off, so it must not miss the engine in any look."""
     async with calling(control.target) as clients:
-        engine = await RawEngine(clients.channel, "engine", max_num_seqs=128).connect()
-        await engine.report(opened=thinking(MANY))
-        await engine.answer(engine.step)
-        await turns.hold()
-        await leaving(control, engine, turns)
+        await left(control, clients.channel, turns)
         (shown,) = (await clients.fleet.ListEngines(fleet_pb2.ListEnginesRequest())).engines
         assert (shown.state, shown.lost) == (fleet_pb2.CONNECTION_STATE_DISCONNECTED, True)
         turns.give_all()
@@ -149,11 +154,7 @@ async def test_an_engine_that_leaves_is_listed_at_any_time(control: Control, tur
 async def test_a_stream_that_closes_late_does_not_speak_for_its_engine(control: Control, turns: Turns) -> None:
     """While the first stream closes, a second one of the engine begins and ends."""
     async with calling(control.target) as clients:
-        engine = await RawEngine(clients.channel, "engine", max_num_seqs=128).connect()
-        await engine.report(opened=thinking(MANY))
-        await engine.answer(engine.step)
-        await turns.hold()
-        await leaving(control, engine, turns)
+        await left(control, clients.channel, turns)
         again = await RawEngine(clients.channel, "engine", incarnation="2").welcomed()
         await again.call.done_writing()
         await until(lambda: control.fleet.stream_ends.get("agent_closed"))
