@@ -13,7 +13,7 @@ from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.common.opened_request import MAX_SLOTS
-from meridian_control.common.paging import fitting, page
+from meridian_control.common.paging import fitting, page, token_after
 from meridian_control.fleet import decision_queries, thinking_ends
 from meridian_control.fleet.part import each
 from meridian_control.server.grpc_server import begin_answer
@@ -83,7 +83,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.ListEnginesRequest, context: Context
     ) -> fleet_pb2.ListEnginesResponse:
         engines, unreachable = await self._whole.engines(request.local_only)
-        shown, token = self._page(engines, request)
+        shown, token = self._page(engines, lambda engine: (engine.engine_id, engine.incarnation), request)
         answer = fleet_pb2.ListEnginesResponse(engines=shown, next_page_token=token, unreachable_replicas=unreachable)
         if request.local_only and not request.page_token:
             each(self._whole.fleet.parts.values(), lambda part: part.answer_replica(answer, REPLICA_BYTES))
@@ -95,23 +95,23 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         kept = self._lists[request.local_only]
         async with kept.lock:
             requests, unreachable = await kept.of(request.engine_id, is_further=bool(request.page_token))
-            shown, token = self._page(requests, request)
+            shown, token = self._page(requests, lambda live: (live.engine_id, live.request_id), request)
             if not token:
                 kept.forget()
             del requests
         return fleet_pb2.ListRequestsResponse(requests=shown, next_page_token=token, unreachable_replicas=unreachable)
 
     @staticmethod
-    def _page(entries: list[Shown], request: Paged) -> tuple[list[Shown], str]:
+    def _page(entries: list[Shown], key: Callable[[Shown], tuple[str, str]], request: Paged) -> tuple[list[Shown], str]:
         """Return the requested page and the token of the next page. A page for a replica is bounded by its bytes, and
         by the number of entries that the replica reads."""
         if request.local_only and not request.page_size:
             return entries[: fitting(entries, ONLY_PAGE_BYTES)], ""
-        begin, end, _ = page(len(entries), request.page_size, request.page_token)
+        begin, end = page(entries, key, request.page_size, request.page_token)
         if request.local_only:
             end = min(len(entries), begin + MAX_SLOTS // 2)
         end = begin + fitting(entries[begin:end], REPLICA_BYTES if request.local_only else PAGE_BYTES)
-        return entries[begin:end], str(end) if end < len(entries) else ""
+        return entries[begin:end], token_after(entries, key, end)
 
     async def WatchFleet(  # noqa: N802
         self, request: fleet_pb2.WatchFleetRequest, context: Context

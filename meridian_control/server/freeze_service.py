@@ -10,7 +10,7 @@ from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.look import time_text
-from meridian_control.common.paging import page
+from meridian_control.common.paging import checked
 from meridian_control.common.plain_data import same
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.server.interceptor import said_by
@@ -63,9 +63,10 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
     async def ListFreezes(  # noqa: N802
         self, request: freeze_pb2.ListFreezesRequest, context: Context
     ) -> freeze_pb2.ListFreezesResponse:
-        in_force = await self._store.look()
-        begin, end, token = page(len(in_force), request.page_size, request.page_token)
-        return freeze_pb2.ListFreezesResponse(freezes=map(_to_message, in_force[begin:end]), next_page_token=token)
+        limit, before = checked(request.page_size, request.page_token)
+        left = [freeze for freeze in await self._store.look() if before is None or freeze.freeze_id < before]
+        token = str(left[limit - 1].freeze_id) if len(left) > limit else ""
+        return freeze_pb2.ListFreezesResponse(freezes=map(_to_message, left[:limit]), next_page_token=token)
 
 
 def _duration(request: freeze_pb2.FreezeRequest) -> timedelta:

@@ -250,7 +250,8 @@ class _Gated:
         except DecodeError:
             raise InvalidRequest("message", UNPARSEABLE) from None
         for field, value in request.ListFields():
-            if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
+            # A page token has the ids of an engine and of a request.
+            if isinstance(value, str) and len(value) > MAX_TEXT_CHARS and field.name != "page_token":
                 message = f"must have at most {MAX_TEXT_CHARS} characters; got {len(value)}"
                 raise InvalidRequest(field.name, message)
         return request

@@ -10,6 +10,7 @@ import socket
 import sqlite3
 import sys
 import urllib.request
+from base64 import urlsafe_b64encode
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 from meridian.v1 import fleet_pb2, policy_pb2
 
-from meridian_control.common.paging import MAX_PAGE_SIZE, page
+from meridian_control.common.paging import MAX_PAGE_SIZE, page, token_after
 from meridian_control.server import server as control_server
 from meridian_control.server.rate_limits import Kind
 from tests.contract.clients import Clients, calling
@@ -151,7 +152,6 @@ async def test_the_fleet(running: Process, clients: Clients) -> None:
         assert [r.request_id for r in everywhere.requests] == ["elsewhere", *names]
         nowhere = await stub.ListRequests(fleet_pb2.ListRequestsRequest(engine_id="none"))
         assert not nowhere.requests
-        assert not (await stub.ListRequests(fleet_pb2.ListRequestsRequest(page_token="900"))).requests
         watching = stub.WatchFleet(fleet_pb2.WatchFleetRequest(interval_ms=50))
         shown: Any = await watching.read()
         before = {r.request_id: r.think_tokens for r in shown.requests}
@@ -187,7 +187,10 @@ async def refused(call: Any) -> str:
     return said
 
 
-@pytest.mark.parametrize("token", ["-1", "²", "9" * 1000])
+TEXTS = ["[" * 90_000, '["e", "r"]', '["e", "r", 1e999]', '["e", "r", {}]', '{"e": 1, "r": 2, "s": 3}', "[1, 2, 3, 4]"]
+
+
+@pytest.mark.parametrize("token", ["-1", "²", "9" * 1000, *(urlsafe_b64encode(t.encode()).decode() for t in TEXTS)])
 async def test_page_tokens_that_were_never_given_out(clients: Clients, token: str) -> None:
     stub = clients.fleet
     complaint = "page_token must be a token that the server has returned"
@@ -204,19 +207,42 @@ async def test_sizes_and_intervals_below_zero(clients: Clients) -> None:
     assert await refused(watching.read()) == "interval_ms must be at least 0; got -1"
 
 
+def key(entry: str) -> tuple[str, str]:
+    return entry[:2], entry[2:]
+
+
+def walked(looks: list[list[str]], size: int) -> list[list[str]]:
+    """Return the pages of a list that looks so at each page."""
+    pages, token = list[list[str]](), ""
+    for entries in looks:
+        begin, end = page(entries, key, size, token)
+        pages.append(entries[begin:end])
+        token = token_after(entries, key, end)
+    assert not token
+    return pages
+
+
 @pytest.mark.parametrize(
-    ("count", "size", "token", "expected"),
+    ("looks", "size", "pages"),
     [
-        (0, 0, "", (0, 0, "")),
-        (100, 0, "", (0, 100, "")),
-        (101, 0, "", (0, 100, "100")),
-        (101, 0, "100", (100, 101, "")),
-        (5000, 4000, "", (0, MAX_PAGE_SIZE, str(MAX_PAGE_SIZE))),
-        (7, 3, "3", (3, 6, "6")),
+        ([[]], 0, [[]]),
+        ([["e11", "e12"]], 2, [["e11", "e12"]]),
+        ([["e11", "e12", "e21"], ["e12", "e21"]], 2, [["e11", "e12"], ["e21"]]),
+        ([["e11", "e12", "e21"], ["e01", "e11", "e111", "e12", "e21"]], 2, [["e11", "e12"], ["e21"]]),
+        ([["e11", "e12", "e21"], ["e11", "e21", "e22"]], 2, [["e11", "e12"], ["e21", "e22"]]),
+        ([["e11", "e11", "e11"], ["e11", "e11", "e11"]], 2, [["e11", "e11"], ["e11"]]),
+        ([["e11", "e12"], []], 1, [["e11"], []]),
     ],
+    ids=["empty", "whole", "one leaves", "two come", "the last shown leaves", "same keys", "all leave"],
 )
-def test_pages(count: int, size: int, token: str, expected: tuple[int, int, str]) -> None:
-    assert page(count, size, token) == expected
+def test_pages_of_a_list_that_changes(looks: list[list[str]], size: int, pages: list[list[str]]) -> None:
+    """No entry that stays is shown twice or left out."""
+    assert walked(looks, size) == pages
+
+
+def test_page_sizes() -> None:
+    entries = [f"e1{number:05d}" for number in range(5000)]
+    assert (page(entries, key, 0, ""), page(entries, key, 4000, "")) == ((0, 100), (0, MAX_PAGE_SIZE))
 
 
 # -------------------------------------------------------------------------------------------------------- shutdown

@@ -9,6 +9,7 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.common.paging import fitting
+from meridian_control.common.report_bounds import MAX_ID_CHARS
 from meridian_control.common.slices import at_once
 from meridian_control.fleet import peers, whole_fleet
 from meridian_control.fleet.membership import Replica
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 MANY, SOME, TEXT = 10_000, 2_000, "x" * 500
 
 
-def connected(control: Control, number: int) -> list[str]:
+def connected(control: Control, number: int, **engine: str) -> list[str]:
     """Connect an engine with so many large requests, and return their ids in order."""
-    connection = control.fleet.join(hello())
+    connection = control.fleet.join(hello(**engine))
     requests = [
         agent_pb2.RequestOpened(
             slot=slot,
@@ -72,11 +73,29 @@ async def test_pages_have_a_bound_in_bytes_and_come_from_one_look(
         stub = fleet_pb2_grpc.FleetServiceStub(channel)
         pages = await all_pages(stub.ListRequests, fleet_pb2.ListRequestsRequest(page_size=1000))
         assert (len(pages) > 1, looks) == (True, [""])
-        await stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1))
-        await stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1, page_token="1", engine_id="other"))
+        token = (await stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1))).next_page_token
+        await stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1, page_token=token, engine_id="other"))
         assert looks == ["", "", "other"]
     assert [live.request_id for page in pages for live in page.requests] == names
     assert max(page.ByteSize() for page in pages) <= PAGE_BYTES + 64
+
+
+async def test_a_page_continues_where_the_last_one_ended(control: Control) -> None:
+    """Neither what comes between two pages nor another caller's list moves the second page."""
+    names = connected(control, 3, engine_id="m" * MAX_ID_CHARS)
+    async with grpc.aio.insecure_channel(control.target) as channel:
+        stub = fleet_pb2_grpc.FleetServiceStub(channel)
+        first = await stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1))
+        connected(control, 1, engine_id="before")
+        connected(control, 1, engine_id="~" * MAX_ID_CHARS)
+        assert (await stub.ListRequests(fleet_pb2.ListRequestsRequest(page_size=1))).requests[0].engine_id == "before"
+        request = fleet_pb2.ListRequestsRequest(page_token=first.next_page_token)
+        second = (await stub.ListRequests(request)).requests
+    assert [live.request_id for live in first.requests] == names[:1]
+    assert [(live.engine_id, live.request_id) for live in second] == [
+        *(("m" * MAX_ID_CHARS, name) for name in names[1:]),
+        ("~" * MAX_ID_CHARS, names[0]),
+    ]
 
 
 async def test_replicas_get_all_requests_in_pages(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ def test_a_replica_reads_every_page_of_another_one() -> None:
     live = [fleet_pb2.LiveRequest(request_id=f"{number:040}") for number in range(MAX_SLOTS + 1)]
     request, seen = fleet_pb2.ListRequestsRequest(local_only=True, page_size=1000), list[str]()
     while request.page_token or not seen:
-        page, request.page_token = FleetService._page(live, request)
+        page, request.page_token = FleetService._page(live, lambda one: (one.engine_id, one.request_id), request)
         answer = fleet_pb2.ListRequestsResponse(requests=page, next_page_token=request.page_token)
         given: Any = read(answer.SerializeToString(), fleet_pb2.ListRequestsResponse.FromString)
         seen += [entry.request_id for entry in given.requests]
