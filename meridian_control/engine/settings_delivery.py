@@ -100,14 +100,14 @@ def _chosen_steps(policy: Policy) -> int:
     """Return the number of steps that a report merges if the policy leaves it open, 0 if it sets a number.
 
     The result is 1 for deadline scheduling, which needs the time of the newest tokens, for rules that read sentence
-    ends, which should end thinking at the sentence end, and for dense probes, which wait for the previous probe's
-    outcome. Otherwise the result is RULED_INTERVAL_STEPS if a rule in force may end thinking or change a cap by a
-    report, and USUAL_INTERVAL_STEPS if none may.
+    ends, which should end thinking at the sentence end, for dense probes, which wait for the previous probe's outcome,
+    and for extensions, because nothing says which tokens their rules read. Otherwise the result is RULED_INTERVAL_STEPS
+    if a rule in force may end thinking or change a cap by a report, and USUAL_INTERVAL_STEPS if none may.
     """
     if policy.telemetry.report_interval_steps:
         return 0
     reads = effects.reads_sentence_ends(policy) or effects.probes_within(policy, RULED_INTERVAL_STEPS)
-    if policy.scheduler.strategy == "deadline" or reads:
+    if policy.scheduler.strategy == "deadline" or reads or policy.extension:
         return 1
     ruled = effects.in_force(policy) or effects.loops_in_force(policy)
     return RULED_INTERVAL_STEPS if ruled else USUAL_INTERVAL_STEPS

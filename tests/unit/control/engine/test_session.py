@@ -103,6 +103,7 @@ DENSE: dict[str, Any] = {"shadow": True, "eat_probe_interval_tokens": 1}
         ({"scheduler": {"empty_answer_extension_tokens": 9}}, 8),
         ({"budget": [{"name": "b", "tokens_per_day": 10, "shadow": False}]}, 8),
         ({"pressure": [{"name": "p", "ttot_p99_ms": 10, "shadow": False}]}, 8),
+        ({"extension": {"primes": {}}}, 1),
     ],
 )
 def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) -> None:
