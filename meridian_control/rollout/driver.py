@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.store import StoredRevision
     from meridian_control.rollout.state import Rollout
-    from meridian_control.rollout.store import Fence, RolloutStore
+    from meridian_control.rollout.store import RolloutStore
+    from meridian_control.storage.database import Fence
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Rollouts:
         fence: Fence | None = None,
     ) -> None:
         self.store, self._fleet, self.clock = store, fleet, clock
-        self.engines, self._leads, self._fence = engines, leads, fence
+        self.engines, self._leads, self.fence = engines, leads, fence
         self._one_at_a_time = asyncio.Lock()
         # Version of the rollout that was handed to the fleet; None if no rollout was active.
         self._told: tuple[int, int] | None = None
@@ -229,7 +230,7 @@ class Rollouts:
         if after.changes == stored.changes and not (due and after != stored):
             return
         self._stored_at = now
-        saved = await self.store.save(after, self._fence)
+        saved = await self.store.save(after, self.fence)
         # `save` returns None if a caller changed the rollout meanwhile; the next tick goes on with the stored one.
         self._driven = saved or before
         if saved is not None and saved.changes != stored.changes:

@@ -19,15 +19,12 @@ from meridian_control.rollout.transitions import begin
 from meridian_control.storage.tables import rollouts as _rollouts
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from sqlalchemy.ext.asyncio import AsyncConnection
+    from collections.abc import Callable
 
     from meridian_control.policy.model import Policy
     from meridian_control.policy.store import PolicyStore, StoredRevision
     from meridian_control.rollout.plan import Plan
-
-    Fence = Callable[[AsyncConnection], Awaitable[None]]
+    from meridian_control.storage.database import Fence
 
 MAX_ID = 2**31 - 1
 

@@ -30,6 +30,9 @@ from meridian_control.storage.migrations import migrate
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
+    # Raises if this replica may no longer write; called within the transaction.
+    Fence = Callable[[AsyncConnection], Awaitable[None]]
+
 logger = logging.getLogger(__name__)
 
 # Pause in seconds before the control plane tries again to receive other replicas' changes.

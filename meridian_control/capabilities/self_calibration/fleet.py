@@ -272,7 +272,7 @@ class SelfCalibration(FleetPart):
             if not (obstacle or self._has_tried) and learner.is_due(recorded, own.entropy.max_loss, now):
                 learner = await self._attempt(learner, own, current)
         if learner != before:
-            await self._store.save(learner)
+            await self._store.save(learner, self._rollouts.fence)
             self._states[traffic], self._is_known = learner.state, True
 
     async def _attempt(self, learner: Learner, own: Policy, current: StoredRevision) -> Learner:
@@ -312,7 +312,7 @@ class SelfCalibration(FleetPart):
         logger.info("rollout %d begins: %s", rollout.rollout_id, reason)
         learner = learner.proved(rule, found["requests"], rollout.rollout_id, now)
         # A rollout that no learner knew of would have nobody who withdraws its rule.
-        await self._store.save(learner)
+        await self._store.save(learner, self._rollouts.fence)
         await self._rollouts.look()
         return learner
 
@@ -388,7 +388,8 @@ class SelfCalibration(FleetPart):
             self._check_leads()
             self._rests_until[learner.traffic] = self._clock() + timedelta(seconds=REST_S)
             is_known = isinstance(error, CalibrationError)
-            await self._store.save(learner.failed(str(error) if is_known else f"the calibration failed: {error!r}"))
+            why = str(error) if is_known else f"the calibration failed: {error!r}"
+            await self._store.save(learner.failed(why), self._rollouts.fence)
             raise
 
     def _check_leads(self) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from meridian_control.storage.database import Database
+    from meridian_control.storage.database import Database, Fence
 
 
 class EpisodeStore:
@@ -82,10 +82,13 @@ class EpisodeStore:
             rows = await connection.execute(select(_found.c.traffic, _found.c.found))
             return {row.traffic: Learner.model_validate_json(row.found) for row in rows}
 
-    async def save(self, learner: Learner) -> None:
-        """Store what is known of a traffic. Only the leader calls it."""
+    async def save(self, learner: Learner, fence: Fence | None = None) -> None:
+        """Store what is known of a traffic. `fence` is called within the transaction and raises if this replica may no
+        longer store it."""
         values = {"found": learner.model_dump_json()}
         async with self._database.writing(tell=False) as connection:
+            if fence is not None:
+                await fence(connection)
             same = _found.c.traffic == learner.traffic
             if not (await connection.execute(update(_found).where(same).values(values))).rowcount:
                 await connection.execute(insert(_found).values(values | {"traffic": learner.traffic}))

@@ -25,7 +25,7 @@ from meridian_control.capabilities.self_calibration.fleet import CalibrationErro
 from meridian_control.capabilities.self_calibration.learner import State, fewest
 from meridian_control.capabilities.self_calibration.rule import AUTHOR
 from meridian_control.common.client_credentials import ClientCredentials
-from meridian_control.common.errors import MeridianError, StoreUnavailable
+from meridian_control.common.errors import MeridianError, NotLeading, StoreUnavailable
 from meridian_control.engine.totals import Totals
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import Peers
@@ -546,6 +546,22 @@ async def test_a_calibration_decides_nothing_once_another_replica_leads(control:
     assert await control.rollouts.store.active() is None
     row = await found(control)
     assert (row.state, row.why) == (State.RECORDING, "")
+
+
+async def test_a_former_leader_that_does_not_know_it_yet_stores_nothing(control: Control) -> None:
+    await apply(control, ASKED)
+    part = control.fleet.part(SelfCalibration)
+
+    async def refuses(connection: object) -> None:
+        raise NotLeading("another replica has led")
+
+    control.rollouts.fence = refuses
+    for episode in EASY.episodes(random.Random(1), 10):
+        part.record(WHO.traffic, episode)
+    with pytest.raises(NotLeading):
+        await part.tick()
+    assert part._store is not None
+    assert await part._store.learners() == {}
 
 
 async def test_a_replica_that_leads_again_looks_at_what_another_leader_has_left(control: Control) -> None:

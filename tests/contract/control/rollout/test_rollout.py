@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from meridian_control.rollout.state import Rollout
-    from meridian_control.rollout.store import Fence
+    from meridian_control.storage.database import Fence
     from tests.contract.control.app.test_server import Process
 
 
