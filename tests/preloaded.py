@@ -194,11 +194,14 @@ def _let_vllm_fork() -> None:
 def _prepare_engines() -> None:
     """Do what each start of an engine would do anew and with the same result: import a reasoning parser and the modules
     of quantization, and look in all modules for the kernels that a CPU needs replaced. Let functions that vLLM compiles
-    when they are first called run as they are written: a compilation takes seconds of each engine."""
+    when they are first called run as they are written: a compilation takes seconds of each engine. And let an engine
+    itself look at its model's class, for which vLLM would start a process that imports vLLM."""
     import torch
+    from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
     from vllm.reasoning import ReasoningParserManager
 
+    setattr(registry, "_run_in_subprocess", lambda look: look())  # noqa: B010
     torch.compiler.set_stance("force_eager")
     ReasoningParserManager.get_reasoning_parser("qwen3")
     # Older versions have neither this module nor the kernels.
