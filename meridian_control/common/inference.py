@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def _root(rises: Callable[[float], bool]) -> float:
     return (low + high) / 2
 
 
+# A calibration asks for the same bound some twenty times.
+@lru_cache(maxsize=4096)
 def binomial_upper(successes: int, trials: int, confidence: float) -> float:
     """Return the one-sided upper Clopper-Pearson bound of a probability; 1 without trials.
 
