@@ -63,12 +63,11 @@ class Views:
         gone = [engine for engine in self._departed.views(self._clock()) if engine.engine_id not in ids]
         return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
 
-    def agent_states(self) -> list[tuple[str, agent_pb2.AgentState.ValueType]]:
-        """Return the id and the agent's state of each engine, sorted by id, but make no messages. Of several streams
-        under one id the newest comes last."""
-        live = [(session.hello.engine_id, agent_state(session)) for session in self._connections.sessions]
-        away = [e for e in self._departed.views(self._clock()) if not self._connections.of_engine(e.engine_id)]
-        return sorted([*live, *((e.engine_id, e.agent_state) for e in away)], key=itemgetter(0))
+    def agent_states(self) -> dict[str, agent_pb2.AgentState.ValueType]:
+        """Return the agent's state by the engine's id, but make no messages. Of several streams under one id the newest
+        counts."""
+        away = {engine.engine_id: engine.agent_state for engine in self._departed.views(self._clock())}
+        return away | {session.hello.engine_id: agent_state(session) for session in self._connections.sessions}
 
     async def requests_in_turns(self, engine_id: str) -> list[fleet_pb2.LiveRequest]:
         """Return the live requests of one engine, or of all for an empty id, sorted; let the event loop do other work

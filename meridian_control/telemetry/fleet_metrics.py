@@ -135,7 +135,7 @@ class FleetCollector(Collector):
         newest = {session.hello.engine_id: session for session in self._fleet.connections.sessions}
         engines = dict(sorted(newest.items())[:MAX_ENGINE_SERIES])
         states = self._fleet.views.agent_states()
-        agents = Counter[int](state for _, state in states)
+        agents = Counter[int](states.values())
         values: list[tuple[str, Rows]] = [
             ("meridian_build_info", [((__version__,), 1)]),
             ("meridian_replica_leads", [((), self._leads())]),
@@ -148,7 +148,7 @@ class FleetCollector(Collector):
             ("meridian_agents", [((name,), agents[number]) for number, name in STATES.items()]),
             *chain.from_iterable(each(parts, lambda part: list(part.metrics(totals)))),
             *self._counted(totals),
-            ("meridian_engine_state", _states(engines, dict(states))),
+            ("meridian_engine_state", _states(engines, states)),
             *await _of_all(engines),
         ]
         named = {name for name, _ in values}

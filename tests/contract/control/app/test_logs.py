@@ -165,7 +165,9 @@ def test_two_engines_of_one_name(control: Logged, caplog: pytest.LogCaptureFixtu
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             said = run(command, env).stdout
             with urllib.request.urlopen(f"http://127.0.0.1:{control.metrics}/metrics") as answer:
-                assert "\nmeridian_engines_sharing_name 2.0\n" in answer.read().decode()
+                metrics = answer.read().decode()
+            assert "\nmeridian_engines_sharing_name 2.0\n" in metrics
+            assert sum(map(float, re.findall("^meridian_agents{.*} (.*)$", metrics, re.MULTILINE))) == 1
             assert "same: several engines have this name; give each a MERIDIAN_ENGINE_ID of its own" in said
 
 

@@ -80,7 +80,7 @@ async def test_the_old_stream_of_an_engine_that_is_back_does_not_speak_for_it() 
         now[0] += timedelta(seconds=1)
         for name in names:
             fleet.join(hello(name, **said))
-    assert dict(fleet.views.agent_states()) == dict.fromkeys(names, agent_pb2.AGENT_STATE_READY)
+    assert fleet.views.agent_states() == dict.fromkeys(names, agent_pb2.AGENT_STATE_READY)
     assert {fleet.views.subject(name, "").served_model for name in names} == {"m"}
 
 
