@@ -20,6 +20,7 @@ from meridian_agent.core.catch_up import CatchUp, state_of_new
 from meridian_agent.core.directives import CAPS, MEMORY, ORDER, RULES, STEP_DECISIONS, Directives
 from meridian_agent.core.guard import hook
 from meridian_agent.core.phases import Markers, Phase, PhaseState
+from meridian_agent.core.step_record import Outcome
 from meridian_agent.core.step_signals import REQUEST, SPENT, WorkerRequest, WorkerRequestEncoder
 from meridian_agent.core.tracker import Tracker
 from meridian_agent.engine.answer_only_stops import AnswerOnlyStops
@@ -400,10 +401,12 @@ class Agent:
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def resetting(self, scheduler: Scheduler) -> None:
-        """Let requests that have stopped and are to go on give their KV blocks back, because vLLM is about to reset its
-        prefix cache, which fails while a request that is in no queue has blocks."""
+        """Let requests that have stopped and are to go on give their KV blocks back, and probes too, because vLLM is
+        about to reset its prefix cache, which fails while a request that stock vLLM would not have has blocks."""
         if self.stops.waiting:
             self.stops.resume(scheduler, at_once=True)
+        if self.probing.placed:
+            self.probing.withdraw_all(scheduler, Outcome.REFUSED, "vLLM resets its prefix cache")
 
     @hook(agent_pb2.FAULT_CAUSE_PREEMPTING)
     def preempting(self, request: Request) -> None:

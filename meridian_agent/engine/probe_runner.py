@@ -416,8 +416,12 @@ class ProbeRunner:
         """Withdraw all probes and release all held requests."""
         self.held.clear()
         self._keep_places_until = 0
+        self.withdraw_all(scheduler, Outcome.AGENT_OFF)
+
+    def withdraw_all(self, scheduler: Scheduler, outcome: Outcome, detail: str = "") -> None:
+        """Take all probes that are requests of their own out of the engine."""
         for request_id in list(self.placed):
-            self._withdraw(scheduler, request_id, Outcome.AGENT_OFF, "")
+            self._withdraw(scheduler, request_id, outcome, detail)
 
     def ended(self, request_id: str) -> None:
         """Forget a probe that vLLM has ended together with all requests, as it does before an engine sleeps."""

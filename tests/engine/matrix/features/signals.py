@@ -83,3 +83,16 @@ def eat(engine: Engine) -> None:
     assert looked_up == [sum(len(ask.prompt) for ask in asks)], "probes are hidden from vLLM's metrics"
     for ask, tokens, said in zip(asks, runs, seen, strict=True):
         engine.check_probes(ask.prompt, tokens, said)
+    if engine.build.asynchronous:
+        _reset_beside(engine, asks[0])
+
+
+def _reset_beside(engine: Engine, ask: Ask) -> None:
+    """Let vLLM reset its prefix cache when its only request has ended and a step with the request's probe is still
+    under way."""
+    run, placed = engine.run({"r": ask}), engine.agent.probing.placed
+    run.until(lambda: any(probe.cost_tokens for probe in placed.values()), settled=engine.settled)
+    engine.llm.llm_engine.abort_request(["r"])
+    assert placed
+    assert engine.scheduler.reset_prefix_cache()
+    engine.drain()
