@@ -342,15 +342,15 @@ class Agent:
             self.stops.finishing(scheduler, request_ids)
 
     @event(agent_pb2.FAULT_CAUSE_FINISHED)
-    def finished(self, requests: list[Any], request_ids: Any) -> None:
-        """Forget requests that were ended from outside, such as after a client's disconnect. request_ids: what vLLM was
-        asked to end."""
-        causes = front_end_aborts.causes(request_ids)
+    def finished(self, requests: list[Any], request_ids: Any, status: Any) -> None:
+        """Forget requests that vLLM has ended without a token of theirs, such as after a client's disconnect or an
+        error. request_ids: what vLLM was asked to end. status: that of the ended requests."""
+        causes, cause = front_end_aborts.causes(request_ids), request_api.cause_of(status)
         for request in requests:
             request_id = getattr(request, "request_id", request)
             self.answer_only.finished(request_id)
             if live := self.tracker.by_id.get(request_id):
-                self.accounts.close(live, causes.get(request_id, "abort"))
+                self.accounts.close(live, causes.get(request_id, cause))
             self.probing.ended(request_id)
 
     @event(agent_pb2.FAULT_CAUSE_FINISHED)

@@ -113,7 +113,7 @@ class GovernedScheduler(Scheduler):
         done = super().finish_requests(request_ids, finished_status, *args, **kwargs)  # type: ignore[safe-super]
         if self._agent is not None:
             with self._between_steps:
-                self._guard.run(self._agent.finished, done, request_ids)
+                self._guard.run(self._agent.finished, done, request_ids, finished_status)
                 if not self._inside:
                     self._guard.run(self._agent.ended_between_steps, self)
         return done

@@ -47,6 +47,11 @@ def aborted_status() -> Any:
     return RequestStatus.FINISHED_ABORTED
 
 
+def cause_of(status: Any) -> str:
+    """Return the finish reason, abort or error, of requests that were given this status without a token of theirs."""
+    return "error" if status.name == "FINISHED_ERROR" else "abort"
+
+
 def awaits_seeded_token(request: Request) -> bool:
     """Whether a request with a seed still has more tokens to compute than its newest one before it generates the next.
     The workers keep the random number generator of a streaming session, also for later inputs without a seed."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import agent_pb2
 from vllm import SamplingParams
-from vllm.sampling_params import RepetitionDetectionParams
+from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 from meridian_agent.link.lease import LATE_S
 from tests.engine import Run, cases, chat, confirmed
@@ -85,6 +85,24 @@ def test_an_answer_that_repeats_a_pattern_is_told_as_one(llm: Any, control: Cont
     control.settled()
     closed = control.explain("repeats").events[-1]
     assert (closed.kind, closed.detail) == ("closed", "repetition")
+
+
+def test_an_error_of_vllm_is_told_as_one(llm: Any, scheduler: Any, control: Control) -> None:
+    """vLLM ends a request whose grammar cannot be compiled."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("made by the test")
+
+    params = SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(regex="A"))
+    run = Run(llm)
+    with pytest.MonkeyPatch.context() as meanwhile:
+        meanwhile.setattr(scheduler.structured_output_manager, "_create_grammar", fails)
+        run.add("fails", opened(), params)
+        run.until()
+    assert run.finished == {"fails": "error"}
+    control.settled()
+    closed = control.explain("fails").events[-1]
+    assert (closed.kind, closed.detail) == ("closed", "error")
 
 
 def test_settings_and_freezes_are_confirmed_without_a_step(
