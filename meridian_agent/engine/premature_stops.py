@@ -55,7 +55,7 @@ class PrematureStops:
         """Take the stops of this step out of the outputs for the clients."""
         new = {r: scheduler.requests[r] for r, is_taken_out in self.waiting.items() if not is_taken_out}
         if new:
-            premature_stops.take_out(outputs, new)
+            premature_stops.take_out(outputs, new, v2=bool(scheduler.use_v2_model_runner))
             self.waiting.update(dict.fromkeys(new, True))
 
     def resume(self, scheduler: Scheduler, at_once: bool = False) -> None:

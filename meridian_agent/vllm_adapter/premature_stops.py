@@ -42,14 +42,15 @@ def in_flight(request: Request) -> bool:
     return bool(getattr(request, "num_in_flight_tokens", 0))
 
 
-def take_out(groups: Iterable[EngineCoreOutputs], requests: Mapping[str, Request]) -> None:
-    """Take the stop of these requests, with its token, out of the outputs that vLLM is about to send to the clients."""
+def take_out(groups: Iterable[EngineCoreOutputs], requests: Mapping[str, Request], *, v2: bool) -> None:
+    """Take the stop of these requests, with its token, out of the outputs that vLLM is about to send to the clients.
+    v2: the workers run Model Runner V2."""
     for group in groups:
         if any(out.request_id in requests for out in group.outputs):
-            group.outputs = [out for out in group.outputs if _is_left(out, requests.get(out.request_id))]
+            group.outputs = [out for out in group.outputs if _is_left(out, requests.get(out.request_id), v2)]
 
 
-def _is_left(out: Any, request: Any) -> bool:
+def _is_left(out: Any, request: Any, v2: bool) -> bool:
     """Take the stop out of an output, and return whether anything is left of it. request: None if it did not stop."""
     if request is None:
         return True
@@ -57,7 +58,8 @@ def _is_left(out: Any, request: Any) -> bool:
     out.new_token_ids.pop()
     out.finish_reason = out.stop_reason = out.spec_decode_metrics = None
     left = len(out.new_token_ids)
-    if left or out.new_prompt_logprobs_tensors is not None:
+    # A request that resumes without a token is a new one for V2, which returns the prompt's log-probabilities again.
+    if left or (out.new_prompt_logprobs_tensors is not None and not v2):
         for name in ("new_logprobs", "new_sampling_mask"):
             if (of_tokens := getattr(out, name, None)) is not None:
                 setattr(out, name, of_tokens.slice_request(0, left) if left else None)

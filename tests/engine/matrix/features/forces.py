@@ -113,6 +113,22 @@ def premature_stops(engine: Engine) -> None:
     assert engine.control.settled().ends["premature_stop"] == before + len(asks) + len(alone)
     if engine.build.asynchronous:
         _reset_between(engine, asks[0], stops, answers[0][0].tokens)
+    _stop_at_once(engine, prompts[0], free[0][0])
+
+
+def _stop_at_once(engine: Engine, prompt: list[int], first: int) -> None:
+    """Let the model stop with its first token: the log-probabilities of the prompt come once."""
+    found = []
+    with ending_turns([first]):
+        engine.control.apply(_reserve(10))
+        for stops in ([], [first]):
+            ask = Ask(prompt, {**GREEDY, "max_tokens": 24, "stop_token_ids": stops, "prompt_logprobs": 1})
+            (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], ask.sampling(), use_tqdm=False)
+            found.append([sorted(row or ()) for row in output.prompt_logprobs])
+    engine.control.apply(NEUTRAL)
+    assert list(output.outputs[0].token_ids)[: len(engine.ending)] == engine.ending
+    assert len(found[0]) == len(prompt)
+    assert found[1] == found[0]
 
 
 def _abort_between(engine: Engine, ask: Ask, stops: set[int]) -> None:
