@@ -527,7 +527,7 @@ class Agent:
         depends on."""
         scheduled, tracker, run = output.num_scheduled_tokens, self.tracker, self.tracker.run
         requests = len(scheduled)
-        if self.probing.rows:
+        if self.probing.rows or self.probing.computed:
             self.probing.take_rows(scheduler, output)
         if self._asks_same and self.calm.number == run.number and requests == run.members:
             # Since the newest full look nothing has changed for a live request, and each gets more text.
@@ -553,7 +553,7 @@ class Agent:
         self.accounts.scheduled(output)
         # With this flag vLLM waits for the previous step, and fails if there is none.
         due = tracker.due
-        if due and not (self.frozen or self.accounts.settled) and self.masks.waits_for_tokens(scheduled):
+        if due and not (self.frozen or self.accounts.settled) and self.masks.waits_for_tokens(output):
             output.pending_structured_output_tokens = True
         if self.probing.placed:
             self.probing.scheduled(scheduler, scheduled)
@@ -589,9 +589,8 @@ class Agent:
             self.hand_over.obey()
         if self.frozen or not (self.tracker.due or drafted):
             return base
-        if not (self.accounts.settled or output.pending_structured_output_tokens):
-            return base
-        return self.masks.with_ends(output, base)
+        settled = self.accounts.settled or output.pending_structured_output_tokens
+        return self.masks.with_ends(output, base, settled=settled)
 
     @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
     def after_update(

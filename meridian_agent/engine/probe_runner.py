@@ -303,7 +303,11 @@ class ProbeRunner:
                 self._withdraw(scheduler, request_id, Outcome.REFUSED, "no room in the step")
 
     def take_rows(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Take the probes that are rows of the scheduled step out of vLLM's books, and tell the worker of them."""
+        """Take the probes that are rows of the scheduled step out of vLLM's books, and tell the worker of them. The
+        output of the step before never comes if its rows have no result yet."""
+        lost, self.computed = self.computed, []
+        for placed in lost:
+            self._not_measured(placed)
         rows, self.rows = self.rows, {}
         # The worker's results come in the order in which vLLM has scheduled the requests.
         for request_id, tokens in probe_rows.take_back(scheduler, output).items():

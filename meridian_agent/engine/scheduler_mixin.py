@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import deque
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +56,7 @@ class GovernedScheduler(Scheduler):
     # The engine's name; None until it is known.
     engine_name: EngineName | None = None
     _guard: Guard
-    # Number of scheduled steps whose output is still to come.
-    _under_way = 0
-    # Number of steps that have begun and whose hooks have not all run; and whether the engine's thread is inside of
-    # `schedule` or `update_from_output`.
-    _stepping = 0
+    # Whether the engine's thread is inside of `schedule` or `update_from_output`.
     _inside = False
     # Number of steps that have begun, and this number when the link's thread looked last.
     _begun = _seen = 0
@@ -74,6 +71,8 @@ class GovernedScheduler(Scheduler):
         # The original values of the scheduler's limits that are lowered in this step.
         self._stock_limits: list[Limit] = []
         self._guard = Guard()
+        # The scheduled steps whose output is still to come, oldest first.
+        self._under_way = deque[Any]()
         # Held by the engine's thread while a step begins and while a hook between two steps runs, and by the link's
         # thread while it publishes what no step has published.
         self._between_steps = threading.RLock()
@@ -120,12 +119,12 @@ class GovernedScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         with self._between_steps:
-            self._stepping += 1
+            self._inside = True
         self._begun += 1
-        self._inside = True
-        output = self._schedule(*args, **kwargs)
-        self._inside = False
-        return output
+        try:
+            return self._schedule(*args, **kwargs)
+        finally:
+            self._inside = False
 
     def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._guard.fault:
@@ -139,7 +138,7 @@ class GovernedScheduler(Scheduler):
             self._settle_fault()
         began = time.perf_counter()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._under_way += 1
+        self._under_way.append(output)
         if agent is not None:
             agent.scheduler_seconds += time.perf_counter() - began
             if self._stock_limits:
@@ -162,24 +161,35 @@ class GovernedScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         self._inside = True
-        outputs = self._update(scheduler_output, model_runner_output, *args, **kwargs)
-        self._inside = False
-        self._stepping -= 1
-        return outputs
+        try:
+            return self._update(scheduler_output, model_runner_output, *args, **kwargs)
+        finally:
+            self._inside = False
 
     def _update(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         began = time.perf_counter()
         outputs = super().update_from_output(scheduler_output, model_runner_output, *args, **kwargs)  # type: ignore[misc]
-        self._under_way -= 1
+        lost = 0 if self._under_way and self._under_way.popleft() is scheduler_output else self._lost(scheduler_output)
         if (agent := self._agent) is not None:
+            if lost:
+                self._guard.run(agent.accounts.lose, lost)
             agent.scheduler_seconds += time.perf_counter() - began
             agent.hook_seconds = self._guard.seconds
             self._guard.run(agent.after_update, self, model_runner_output, outputs)
             if self._guard.fault:
                 self._settle_fault(outputs.values())
         return outputs
+
+    def _lost(self, scheduler_output: SchedulerOutput) -> int:
+        """Return how many steps were scheduled before this one and have brought no output: after an error in a step
+        vLLM's fault tolerance, or a program that has the engine in its own process, ends all requests and goes on. The
+        oldest step has been taken out already."""
+        lost = 1
+        while self._under_way and self._under_way.popleft() is not scheduler_output:
+            lost += 1
+        return lost
 
     def _handle_stopped_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None and self._guard.run(self._agent.stopped, self, request):
@@ -234,14 +244,19 @@ class GovernedScheduler(Scheduler):
 
     # ------------------------------------------------------------------------------------------- on the link's threads
 
+    @property
+    def _is_stepping(self) -> bool:
+        """Whether a step has begun whose hooks have not all run."""
+        return self._inside or bool(self._under_way)
+
     def _at_rest(self) -> None:
         """Publish what no step has published, if the engine has made none since the last call, for example because vLLM
         is paused. Never waits for the engine's thread."""
         seen, self._seen = self._seen, self._begun
-        if self._stepping or seen != self._begun or not self._between_steps.acquire(blocking=False):
+        if self._is_stepping or seen != self._begun or not self._between_steps.acquire(blocking=False):
             return
         try:
-            if seen == self._begun and not self._stepping and self._agent is not None:
+            if seen == self._begun and not self._is_stepping and self._agent is not None:
                 self._guard.run(self._agent.rest, self)
         finally:
             self._between_steps.release()
@@ -283,7 +298,7 @@ class GovernedScheduler(Scheduler):
                 changes.append(functools.partial(probe_rows.take_back, self, scheduled))
             self._to_restore = not stock_restore.as_stock(self, self._ordered, changes, outputs)
         if self._lifecycle is not None and self._guard.come_back():
-            self._agent = self._guard.run(self._lifecycle.again, self._under_way)
+            self._agent = self._guard.run(self._lifecycle.again, len(self._under_way))
             if self._agent is None:
                 # An agent that could not come back may have put limits of its settings in force.
                 self._to_restore = not stock_restore.as_stock(self, False, [self._lifecycle.limits.restore])

@@ -245,6 +245,12 @@ class StepAccounting:
         """Return the prompt tokens of the step whose outputs are being processed."""
         return self.prefills.popleft() if self.prefills else 0
 
+    @hook(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
+    def lose(self, steps: int) -> None:
+        """Forget the oldest scheduled steps, whose output never comes."""
+        for _ in range(steps):
+            self._prefill_tokens()
+
     @hook(agent_pb2.FAULT_CAUSE_FINISHED)
     def answered_input(self, request: Request) -> None:
         """Note that a streaming session has answered an input. Each input counts as a request of its own, because it
@@ -315,8 +321,9 @@ class StepAccounting:
                     self._one(live, out, index, signals)
         for live in self._tracker.due:
             # Where vLLM has dropped the step's tokens, as after a failure to load KV, the end is still to be forced.
-            # With pipeline parallelism other steps, which have the request, may be under way.
-            if live.info.request_id in runner_output.req_id_to_index:
+            # Other steps, which have the request, may be under way, also beside a piece of its prompt.
+            row = runner_output.req_id_to_index.get(live.info.request_id)
+            if row is not None and len(runner_output.sampled_token_ids[row]):
                 live.expected = {}
         self._tracker.looked_at(others)
         if self._tracker.loops.enabled and runner_output.req_ids:

@@ -35,10 +35,10 @@ class TokenMasks:
         self._tracker, self._directives, self._words = tracker, directives, words
         self._grammar_covers_thinking = grammar_covers_thinking
 
-    def waits_for_tokens(self, scheduled: dict[str, int]) -> bool:
-        """Return whether a scheduled request may need a forced token once the previous step's output has been
-        processed."""
-        near = (live for live in self._tracker.due if live.info.request_id in scheduled and self._end_is_near(live))
+    def waits_for_tokens(self, output: SchedulerOutput) -> bool:
+        """Return whether a request may need a forced token in this step once the previous step's output has been
+        processed. output: the SchedulerOutput of the step."""
+        near = (live for live in self._tracker.due if _waits(live, output) and self._end_is_near(live))
         return any(self._may_end(live, _under_way(live)) and not self._is_under_way(live) for live in near)
 
     def drop_unknown_drafts(self) -> None:
@@ -49,16 +49,20 @@ class TokenMasks:
                 # The request gets a new list, because vLLM shares its list between many requests.
                 live.ref.spec_token_ids = []
 
-    def with_ends(self, output: SchedulerOutput, base: GrammarOutput | None) -> GrammarOutput | None:
+    def with_ends(
+        self, output: SchedulerOutput, base: GrammarOutput | None, *, settled: bool = True
+    ) -> GrammarOutput | None:
         """Return the step's token masks with a forced token for every request whose thinking ends now.
 
-        output: the SchedulerOutput of the step; the output of all steps before it has been processed. base: vLLM's own
-        masks, or None.
+        output: the SchedulerOutput of the step. base: vLLM's own masks, or None. settled: the output of all steps
+        before this one has been processed; if not, no end is forced in a request that was in one of them.
         """
         forced: dict[str, dict[int, int]] = {}
         for live in [*self._tracker.due, *self._drafted_to_think(output)]:
             request_id = live.info.request_id
             if request_id not in output.num_scheduled_tokens or live.ref.is_prefill_chunk or not self._may_end(live):
+                continue
+            if not settled and _waits(live, output):
                 continue
             drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
             tokens = self._directives.forced_tokens(live, 1 + len(drafts), drafts)
@@ -151,6 +155,14 @@ def _under_way(live: LiveRequest) -> int:
     """Return how many tokens may still come before the last token of the step that was just scheduled: the previous
     step's tokens, and the draft tokens of both steps."""
     return max(0, int(live.ref.num_output_placeholders) - 1)
+
+
+def _waits(live: LiveRequest, output: SchedulerOutput) -> bool:
+    """Return whether a request is in the step that was just scheduled, and steps before it may still bring it
+    tokens."""
+    request_id = live.info.request_id
+    own = 1 + len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+    return request_id in output.num_scheduled_tokens and (live.preempted or live.ref.num_output_placeholders > own)
 
 
 def _own_rows(output: SchedulerOutput, base: GrammarOutput | None, request_id: str) -> Any:

@@ -33,6 +33,8 @@ class ProbeRows:
         def with_probes(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             probes = getattr(scheduler_output, PROBE_ROWS, None)
             if not probes:
+                # A step with probes that ended with an error has not been sampled.
+                self.count = 0
                 return prepare_inputs(scheduler_output, *args, **kwargs)
             rows = self._write(probes)
             last, *others = prepare_inputs(scheduler_output, *args, **kwargs)

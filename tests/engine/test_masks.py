@@ -108,8 +108,20 @@ def test_a_step_waits_for_tokens_that_may_be_the_last_of_min_tokens() -> None:
     thinker = Thinker(lookahead=1 + 2 * DRAFTS)
     # A step with drafts is under way, and one without drafts has been scheduled.
     thinker.request.num_output_placeholders = 1 + DRAFTS + 1
-    waits = []
+    step, waits = SimpleNamespace(num_scheduled_tokens={"r": 1}, scheduled_spec_decode_tokens={}), []
     for _ in range(FLOOR):
-        waits.append(thinker.masks.waits_for_tokens({"r": 1}))
+        waits.append(thinker.masks.waits_for_tokens(step))
         thinker.request.append_output_token_ids(TEXT)
     assert waits == [made + 1 + DRAFTS >= FLOOR for made in range(FLOOR)]
+
+
+@pytest.mark.parametrize("drafts", [0, DRAFTS])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_request_waits_for_its_own_tokens_only(before: int, drafts: int) -> None:
+    """vLLM counts a place for each token that a step may bring the request. before: places of the step before."""
+    thinker = Thinker(lookahead=1 + 2 * drafts)
+    thinker.request.append_output_token_ids([TEXT] * FLOOR)
+    thinker.request.num_output_placeholders = 1 + drafts + before
+    step = SimpleNamespace(num_scheduled_tokens={"r": 1 + drafts}, scheduled_spec_decode_tokens={"r": [-1] * drafts})
+    assert thinker.masks.waits_for_tokens(step) is bool(before)
+    assert (thinker.masks.with_ends(step, None, settled=False) is None) is bool(before)

@@ -388,6 +388,36 @@ def aborts(engine: Engine) -> None:
         assert run.tokens[name] == engine.stock.ask([asks[name]])[0][0].tokens
         engine.check_phases(asks[name].prompt, run.tokens[name], at[name], name == "also")
 
+    if engine.build.asynchronous:
+        engine.control.apply(NEUTRAL)
+        _go_on_after_an_error(engine, asks["stays"])
+
+
+def _go_on_after_an_error(engine: Engine, ask: Ask) -> None:
+    """Let a step fail, and end all requests as vLLM's fault tolerance does: no step is under way any more for which the
+    next request would wait."""
+    from vllm.v1.request import RequestStatus
+
+    core, text = engine.llm.llm_engine.engine_core.engine_core, "made by the test"
+    sample = core.model_executor.sample_tokens
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        core.model_executor.sample_tokens = sample
+        sample(*args, **kwargs)
+        raise RuntimeError(text)
+
+    run = engine.run({"lost": ask})
+    run.until(lambda: len(run.tokens["lost"]) > 8)
+    core.model_executor.sample_tokens = fails
+    with contextlib.suppress(RuntimeError):
+        run.until()
+    engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    core.batch_queue.clear()
+    engine.llm.llm_engine.abort_request(["lost"])
+    capped = Ask(ask.prompt, ask.params | {"extra_args": {"meridian_max_think_tokens": 0}})
+    (tokens,) = engine.tokens([capped])
+    assert tokens[: len(engine.ending)] == engine.ending
+
 
 @feature("priority policy: answers first between requests of equal priority", "priority", "priority-async")
 def priority(engine: Engine) -> None:
