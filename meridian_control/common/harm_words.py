@@ -19,7 +19,7 @@ WORDS = {
 
 def kind_text(kind: str, name: str) -> str:
     """Return a kind of shortening in words. name: that of a budget or of a pressure entry."""
-    return WORDS.get(kind) or f"{kind} {name}"
+    return WORDS.get(kind) or f"{kind} {name}".rstrip()
 
 
 def harm_text(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:

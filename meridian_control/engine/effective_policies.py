@@ -208,8 +208,9 @@ class EffectivePolicies:
 
     def compared_rules(self, policy: Policy) -> object:
         """Return the parts of a policy that decide what is compared in shadow; equal parts compare equal."""
-        entries = [getattr(policy, shortener.section) for shortener in self.shorteners]
-        return policy.scheduler, policy.entropy, policy.loop, policy.override, *entries
+        # A capability of one's own has its entries in an extension.
+        entries = [getattr(policy, shortener.section, None) for shortener in self.shorteners]
+        return policy.scheduler, policy.entropy, policy.loop, policy.override, policy.extension, *entries
 
     def ema_alpha(self, slots: NDArray[np.int64]) -> NDArray[np.float64] | float:
         """Return the weight of a new EAT sample for each of these slots, or one for all."""

@@ -13,8 +13,9 @@ from weakref import proxy
 
 from meridian.v1 import agent_pb2
 
-from meridian_control.common.enum_names import reason_name
+from meridian_control.common.enum_names import REASONS, reason_name
 from meridian_control.engine.step_cost import StepCost
+from meridian_control.policy.effects import extends_empty_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,11 +34,14 @@ if TYPE_CHECKING:
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.engine.totals import Totals
     from meridian_control.journal.journal import Journal
+    from meridian_control.journal.records import Detail
     from meridian_control.policy.model import Policy
     from meridian_control.policy.section import Section
 
 T = TypeVar("T")
 P = ParamSpec("P")
+# Bits of the table's column `shadow_decided` that no ForceReason has.
+FIRST_OWN_BIT, LAST_BIT = max(REASONS) + 1, 31
 # Reason of a probe whose result no rule reads: the result only judges what an earlier end would have changed.
 UNREAD_PROBE = "harm"
 
@@ -102,6 +106,8 @@ class Stream:
         self.table, self.policies, self.ledger = table, policies, ledger
         self.freezing, self.journal, self._totals = freezing, journal, totals
         self.step_cost = StepCost()
+        # Bit of each capability of one's own in the table's column `shadow_decided`.
+        self._own_bits: dict[str, int] = {}
         self.parts = Parts(self, makers)
 
     @property
@@ -147,25 +153,42 @@ class Stream:
         shadow: bool,
         seen: Seen | None = None,
         name: str = "",
-    ) -> int:
-        """Decide to end the thinking of a request, and return its slot.
+        detail: Detail | None = None,
+    ) -> bool:
+        """Decide to end the thinking of a request; return whether that is decided.
 
         seen: the table or moments with the state on which the decision is based, the table if absent. index: the
         request's index in `seen`. shadow: whether the decision is only counted. name: the decision's reason, if
-        `reason` has no name of its own for it.
+        `reason` has no name of its own for it. detail: what the decision log shows of the decision.
+
+        A capability of one's own gives FORCE_REASON_EXTENSION and its name. Then nothing is decided if another end is,
+        if this rule has fired in shadow before, below the request's own floor, and while the request's answer would be
+        empty and that extends its cap; and for a request of the control group the decision is in shadow. The other
+        rules see to all this themselves.
         """
-        table = self.table
+        table, bit = self.table, int(reason)
         seen = table if seen is None else seen
         slot, named = int(seen.slot[index]), name or reason_name(reason)
-        table.note_end(slot, reason, shadow)
-        if shadow and table.control[slot] and self.policies.holdout is not None:
+        would_end = shadow and bool(table.control[slot])
+        if reason == agent_pb2.FORCE_REASON_EXTENSION:
+            bit = self._own_bits.setdefault(named, min(FIRST_OWN_BIT + len(self._own_bits), LAST_BIT))
+            is_over = table.end_decided[slot] or int(table.shadow_decided[slot]) >> bit & 1
+            is_early = seen.think_tokens[index] < table.own_min_think_tokens[slot]
+            is_empty = seen.empty_answer[index] and extends_empty_answers(self.policies.of(slot))
+            if is_over or is_early or is_empty:
+                return False
+            would_end = not shadow and bool(table.control[slot])
+            shadow |= would_end
+        table.note_end(slot, bit if shadow else reason, shadow)
+        if would_end and self.policies.holdout is not None:
             self.policies.holdout.would_end(slot, named, int(seen.think_tokens[index]), reported=turn.reported)
         decision_id = self.ledger.make("force", named, slot, shadow, (seen, index))
+        self.ledger.open[decision_id].own_detail = detail
         if table.closing[slot]:
             self.ledger.too_late(decision_id)
         else:
             turn.out.forces.add(decision_id=decision_id, slot=slot, reason=reason, shadow=shadow)
-        return slot
+        return True
 
     def probe(
         self,
@@ -348,8 +371,14 @@ class Capability:
     stream: makes its part in an engine's stream, with nothing that other streams share. fleet: makes its part over all
     engines of a replica (`fleet/part.py`), whose own method `stream`, if it has one, makes the parts in their streams.
     section: the schema of `extension.NAME` in a policy, for a capability that has no section of its own in the policy's
-    schema. metrics: the counters that its parts count with `Stream.count`. shown: returns rows of the status page, each
-    a name and a text, from the fleet's counters.
+    schema. A policy without the section switches the capability off. If the schema has the fields `enabled` or
+    `shadow`, they have no defaults: the rest of the control plane knows what a section is in force by what it says.
+    metrics: the counters that its parts count with `Stream.count`. shown: returns rows of the status page, each a name
+    and a text, from this replica's counters. An error of `shown` is logged and hides these rows alone.
+
+    While its section is on and not in shadow, the capability counts as a kind of shortening: there is a control group,
+    the harm of its ends is measured and limits rollouts, and if it is too large, the section goes into shadow, or goes
+    altogether if it does not say `shadow`.
     """
 
     name: str

@@ -46,7 +46,7 @@ class Intake:
         self._stream, self._parts, self._table = stream, stream.parts, stream.table
         self._policies, self._ledger, self._journal = stream.policies, stream.ledger, stream.journal
         self._totals, self._shadow = totals, shadow
-        self._endings = ThinkEnds(stream.table, totals)
+        self._endings = ThinkEnds(stream.table, totals, stream.ledger)
         # Step of each entry of the newest report, by the fields whose entries belong to single steps.
         self._steps: dict[str, list[int]] = {}
 

@@ -410,8 +410,9 @@ class RequestTable(Columns):
         self.max_think_tokens[slot], self.cap_shadow[slot] = cap, shadow
         self.answer_reserve_tokens[slot] = reserve
 
-    def note_end(self, slot: int, reason: agent_pb2.ForceReason.ValueType, shadow: bool) -> None:
-        """Note the rule that ends a request's thinking. shadow: the rule is in shadow, and only its firing is noted."""
+    def note_end(self, slot: int, reason: int, shadow: bool) -> None:
+        """Note the rule that ends a request's thinking. reason: the rule's ForceReason. shadow: the rule is in shadow,
+        and only its firing is noted, in the bit with the reason's number."""
         if shadow:
             self.shadow_decided[slot] |= 1 << reason
         else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Policy section of each rule, by the rule's reason. The give-up rule has a shadow of its own, so it counts as a
 # section. All entries of a section that shortens in stages count as one rule, whose reason is the section's name, with
-# the caps that they would set.
+# the caps that they would set. The section and the reason of a capability of one's own have its name.
 SECTIONS = {
     **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve"), "scheduler"),
     **dict.fromkeys(ENTROPY_REASONS, "entropy"),
@@ -167,4 +167,4 @@ def _in_shadow(policy: Policy) -> list[str]:
     sections = [name for name, shadow in shadowed.items() if shadow and getattr(policy, name).enabled]
     entropy = policy.entropy
     gives_up = entropy.enabled and entropy.give_up_tokens > 0 and (entropy.shadow or entropy.give_up_shadow)
-    return [*sections, *(["give_up"] if gives_up else [])]
+    return [*sections, *(["give_up"] if gives_up else []), *policy.extensions_on(shadow=True)]

@@ -19,6 +19,7 @@ from meridian_control.engine.request_table import THINK
 from meridian_control.engine.token_rows import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED, columns_of
 
 if TYPE_CHECKING:
+    from meridian_control.engine.decision_ledger import Ledger
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.engine.totals import Totals
 
@@ -33,8 +34,8 @@ LONG_ANSWER, USUAL_ANSWERS, MIN_ANSWERS = 4, 128, 16
 
 
 class ThinkEnds:
-    def __init__(self, table: RequestTable, totals: Totals) -> None:
-        self._table, self._totals = table, totals
+    def __init__(self, table: RequestTable, totals: Totals, ledger: Ledger) -> None:
+        self._table, self._totals, self._ledger = table, totals, ledger
         # Lengths in tokens of the newest answers after natural ends.
         self._usual_answers: deque[int] = deque(maxlen=USUAL_ANSWERS)
 
@@ -60,6 +61,9 @@ class ThinkEnds:
         """Return the rule that ended a request's thinking, and count the tokens that were left before the cap."""
         table = self._table
         reason = reason_name(int(table.end_decided[slot]))
+        if table.end_decided[slot] == agent_pb2.FORCE_REASON_EXTENSION and slot in self._ledger.forces:
+            # Only a decision of this stream names the capability.
+            reason = self._ledger.forces[slot].reason
         if table.max_think_tokens[slot] >= 0 and not table.cap_shadow[slot]:
             self._totals.below_cap[reason] += max(0, int(table.max_think_tokens[slot]) - think_tokens)
         return reason

@@ -96,7 +96,7 @@ def needs_independent_sample(policy: Policy) -> bool:
     The function reads the sections one by one, so it is also true for a cap whose section is in shadow.
     """
     shortens = in_force(policy) or loops_in_force(policy) or least_cap(policy) < DEFAULT_CAP
-    return shortens or any_self_calibrates(policy)
+    return shortens or bool(policy.extensions_on(shadow=False)) or any_self_calibrates(policy)
 
 
 def reads_every_token(policy: Policy) -> bool:
@@ -114,8 +114,9 @@ def staged_in_force(policy: Policy) -> bool:
 
 
 def concerns_first_tokens(policy: Policy) -> bool:
-    """Whether an entry may shorten a request from its beginning, or a request may be handed over or preempt others."""
-    return bool(policy.budget or policy.pressure or policy.disagg.enabled or may_preempt(policy))
+    """Whether an entry may shorten a request from its beginning, a request may be handed over or preempt others, or an
+    extension may do anything."""
+    return bool(policy.budget or policy.pressure or policy.disagg.enabled or may_preempt(policy) or policy.extension)
 
 
 def may_preempt(policy: Policy) -> bool:

@@ -282,6 +282,12 @@ class Policy(Section):
         kept = tuple(override for override in self.override if override.may_match_on(labels, fingerprint))
         return self if len(kept) == len(self.override) else self.model_copy(update={"override": kept})
 
+    def extensions_on(self, *, shadow: bool) -> list[str]:
+        """Return the names of the extensions that are on, in shadow or in force, as their sections say: one is off that
+        says `enabled = false`, and in shadow that says `shadow = true`."""
+        on = {name: values for name, values in self.extension.items() if values.get("enabled") is not False}
+        return [name for name, values in on.items() if (values.get("shadow") is True) is shadow]
+
     def engine_limits(self, labels: Mapping[str, str]) -> dict[str, int]:
         """Return the limits that are set for an engine with these labels, by name."""
         set_here = self.of(Who(engine_labels=labels)).engine

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """A kind of shortening: entropy, soft_close, cap, loop, budget or pressure. name: that of the budget or of the
-    pressure entry, empty for the other kinds."""
+    """A kind of shortening: entropy, soft_close, cap, loop, budget, pressure, or the name of an extension. name: that
+    of the budget or of the pressure entry, empty for the other kinds."""
 
     kind: str
     name: str = ""
@@ -46,7 +46,8 @@ def kinds_for_request(own: Policy) -> frozenset[Kind]:
         CAP: acts and scheduler.max_think_tokens < DEFAULT_CAP,
         LOOP: own.loop.enabled and not own.loop.shadow,
     }
-    return frozenset(kind for kind, holds in in_force.items() if holds)
+    extensions = map(Kind, own.extensions_on(shadow=False))
+    return frozenset([*(kind for kind, holds in in_force.items() if holds), *extensions])
 
 
 def acts_on_thinking(policy: Policy) -> bool:
@@ -125,7 +126,8 @@ def warnings(policy: Policy) -> list[str]:
 
 def without(policy: Policy, kind: Kind) -> Policy:
     """Return the policy with a kind of shortening withdrawn, also in overrides: the entropy rules and the loop rules, a
-    budget or a pressure entry in shadow, or soft close off. A cap is not withdrawn, because engines may need it."""
+    budget or a pressure entry in shadow, or soft close off. An extension goes into shadow if its section says that it
+    is not there, and else goes altogether. A cap is not withdrawn, because engines may need it."""
     if kind == ENTROPY:
         pressure = tuple(entry.model_copy(update={"entropy_in_force": False}) for entry in policy.pressure)
         return _changed(policy, "entropy", "shadow", True).model_copy(update={"pressure": pressure})
@@ -133,7 +135,11 @@ def without(policy: Policy, kind: Kind) -> Policy:
         return _changed(policy, "loop", "shadow", True)
     if kind == SOFT_CLOSE:
         return _changed(policy, "scheduler", "soft_think_tokens", 0)
-    if kind == CAP:
+    if (values := policy.extension.get(kind.kind)) is not None:
+        shadowed = {kind.kind: {**values, "shadow": True}} if "shadow" in values else {}
+        others = {name: values for name, values in policy.extension.items() if name != kind.kind}
+        return policy.model_copy(update={"extension": others | shadowed})
+    if kind.kind not in ("budget", "pressure"):
         return policy
     entries = tuple(
         entry.model_copy(update={"shadow": True}) if entry.name == kind.name else entry

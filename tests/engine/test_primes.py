@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.engine import ENGINE_ARGS
 from tests.engine.ctl import ctl
 from tests.engine.served import PROMPTS, stream
-from tests.primes.capability import ENDS, is_prime
+from tests.primes.capability import ENDS, NAME, is_prime
 from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ def page(port: str) -> list[list[str]]:
 def test_a_capability_needs_its_folder_and_one_line_of_assembly(apart: tuple[Served, Control]) -> None:
     served, control = apart
     metrics, shown = (option.rpartition(":")[2] for option in (control.options[-1], control.options[-3]))
-    control.apply({**CLOSED, "extension": {"primes": {"enabled": True, "at_least": 11}}})
+    control.apply({**CLOSED, "extension": {"primes": {"shadow": False, "at_least": 11}}})
     # The model ends no thinking by itself, and a prime number of tokens comes soon.
     end = AutoTokenizer.from_pretrained(ENGINE_ARGS["model"]).convert_tokens_to_ids("</think>")
 
     def ended() -> list[dict[str, Any]]:
         asyncio.run(stream(served, PROMPTS[0], logit_bias={str(end): -30}, ignore_eos=True, max_tokens=60))
         decided = json.loads(ctl(control, "decisions", "--kind", "force", "-o", "json"))
-        return [one for one in decided if one["reason"] == "prime" and one["outcome"] == "OUTCOME_APPLIED"]
+        return [one for one in decided if one["reason"] == NAME and one["outcome"] == "OUTCOME_APPLIED"]
 
     decisions = wait_for(ended, 60, "an end at a prime number of tokens")
     assert all(is_prime(int(decision["signals"]["think_tokens"])) for decision in decisions)

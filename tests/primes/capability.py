@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
@@ -9,18 +10,23 @@ from pydantic import Field
 
 from meridian_control.common.metric_entry import counter
 from meridian_control.engine.part import Capability, Part
+from meridian_control.journal.records import Detail
 from meridian_control.policy.formats import extension
 from meridian_control.policy.section import Section
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from meridian_control.engine.part import Stream, Turn
     from meridian_control.engine.totals import Totals
+    from meridian_control.journal.records import Compared
+    from meridian_control.policy.model import Policy
 
-ENDS = "meridian_prime_ends_total"
+NAME, ENDS = "primes", "meridian_prime_ends_total"
 
 
 class PrimesPolicy(Section):
-    enabled: bool = Field(False, description="End thinking at a prime number of tokens.")
+    shadow: bool = Field(description="Count the ends, but make none.")
     at_least: int = Field(2, ge=2, description="Smallest prime at which thinking ends.")
 
 
@@ -28,17 +34,33 @@ def is_prime(number: int) -> bool:
     return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Prime(Detail):
+    number: int
+
+    def compared(self, policy: Policy) -> Iterator[Compared]:
+        section = extension(policy, NAME, PrimesPolicy)
+        yield "think_tokens", self.number, ">=", "extension.primes.at_least", section.at_least
+
+
 class Primes(Part):
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
+    @classmethod
+    def of(cls, stream: Stream) -> Primes | None:
+        return cls(stream) if stream.ends_thinking else None
+
     def ends(self, turn: Turn) -> None:
-        section, table = extension(turn.policy, "primes", PrimesPolicy), self._stream.table
-        for slot in (table.thinking & (table.end_decided == 0)).nonzero()[0].tolist() if section.enabled else ():
-            if table.think_tokens[slot] >= section.at_least and is_prime(int(table.think_tokens[slot])):
-                reason = agent_pb2.FORCE_REASON_EXTENSION
-                self._stream.end_thinking(turn, reason, slot, shadow=False, name="prime")
-                self._stream.count(ENDS)
+        if NAME not in turn.policy.extension:
+            return
+        section, table = extension(turn.policy, NAME, PrimesPolicy), self._stream.table
+        meant = table.thinking & (table.think_tokens >= section.at_least)
+        for slot in meant.nonzero()[0].tolist():
+            if is_prime(number := int(table.think_tokens[slot])):
+                reason, detail = agent_pb2.FORCE_REASON_EXTENSION, Prime(number)
+                if self._stream.end_thinking(turn, reason, slot, shadow=section.shadow, name=NAME, detail=detail):
+                    self._stream.count(ENDS)
 
 
 def shown(totals: Totals) -> list[tuple[str, str]]:
@@ -46,8 +68,8 @@ def shown(totals: Totals) -> list[tuple[str, str]]:
 
 
 PRIMES = Capability(
-    "primes",
-    stream=Primes,
+    NAME,
+    stream=Primes.of,
     section=PrimesPolicy,
     metrics=[counter(ENDS, (), "Ends of thinking at a prime number of tokens.", "None.")],
     shown=shown,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.policy import effects
 from meridian_control.policy.effects import only_gives_up, probe_lead_tokens, probes_may_end
-from meridian_control.policy.shortening_kinds import CAP, DEFAULT_CAP, ENTROPY, LOOP, SOFT_CLOSE
+from meridian_control.policy.shortening_kinds import CAP, DEFAULT_CAP, ENTROPY, LOOP, SOFT_CLOSE, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from meridian_control.engine.shortening import Held
     from meridian_control.policy.model import Policy
     from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
-    from meridian_control.policy.shortening_kinds import Kind
 
 SPAN = 1 << 64
 
@@ -115,4 +114,4 @@ def kind_of_rule(held: Held, reason: str) -> Kind | None:
         return by.soft.kind if by is not None and by_entry else SOFT_CLOSE
     if reason == "loop" and not policy.loop.shadow:
         return LOOP
-    return None
+    return Kind(reason) if reason in policy.extension else None

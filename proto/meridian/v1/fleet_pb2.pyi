@@ -1156,7 +1156,8 @@ class ShadowComparison(_message.Message):
     section: _builtins.str
     """Policy section of the rule: scheduler, entropy or loop. The give-up rule, which has a shadow of its own, counts as
     the section give_up. All thinking budgets in shadow count as the section budget, with the caps that they would have
-    set, without soft close; pressure entries in shadow likewise count as the section pressure.
+    set, without soft close; pressure entries in shadow likewise count as the section pressure. An extension of the
+    policy counts under its name.
     """
     reason: _builtins.str
     """Reason of the rule (a force's reason, hard_cap or answer_reserve), for that rule alone. Empty for the section as a
@@ -3035,7 +3036,9 @@ class ShorteningHarm(_message.Message):
     FORCED_ENDS_FIELD_NUMBER: _builtins.int
     NATURAL_ENDS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """Kind: entropy, soft_close, cap (a cap of the policy below the default), loop, budget or pressure."""
+    """Kind: entropy, soft_close, cap (a cap of the policy below the default), loop, budget, pressure, or the name of an
+    extension of the policy.
+    """
     name: _builtins.str
     """Name of the budget or of the pressure entry; empty for the other kinds."""
     judged: _builtins.int

@@ -26,6 +26,7 @@ from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine
 from tests.fakes.tables import policy
+from tests.primes.capability import PrimesPolicy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -38,6 +39,13 @@ if TYPE_CHECKING:
 RULES = policy(entropy={"shadow": False})
 OTHER_RULES = policy(entropy={"shadow": False, "rpdi_threshold": 3.0})
 SAME_RULES = policy(entropy={"shadow": False}, kv_memory={"enabled": False})
+
+
+@pytest.fixture
+def control(control: Control) -> Control:
+    """Return a control plane that has the capability of an extension."""
+    control.store.extensions = {"primes": PrimesPolicy}
+    return control
 
 
 def harm(control: Control, harmful: int = 20, of: int = 40) -> None:
@@ -110,6 +118,7 @@ ALL_KINDS: dict[str, Any] = {
     "loop": {"shadow": False},
     "budget": [ACME, {**ACME, "name": "other"}],
     "pressure": [BUSY],
+    "extension": {"primes": {"shadow": False}},
     "override": [{"tenant": "a", "loop": {"shadow": False}, "scheduler": {"soft_think_tokens": 9}}],
 }
 SHADOWED_LOOP: dict[str, Any] = {**ALL_KINDS["override"][0], "loop": {"shadow": True}}
@@ -124,6 +133,7 @@ NO_SOFT_CLOSE: dict[str, Any] = {**ALL_KINDS["override"][0], "scheduler": {"soft
         (ENTROPY, {"entropy": {"shadow": True}, "pressure": [{**BUSY, "entropy_in_force": False}]}),
         (LOOP, {"loop": {"shadow": True}, "override": [SHADOWED_LOOP]}),
         (SOFT_CLOSE, {"scheduler": {"max_think_tokens": 4000}, "override": [NO_SOFT_CLOSE]}),
+        (Kind("primes"), {"extension": {"primes": {"shadow": True}}}),
     ],
 )
 async def test_only_the_kind_that_does_harm_is_withdrawn(

@@ -511,6 +511,8 @@ def test_the_limit_for_harm_is_the_plans_or_the_candidates_own() -> None:
     shortening, neutral = policy(scheduler={"max_think_tokens": 9}, entropy={"max_loss": 0.2}), policy()
     assert plan().harm_limit(shortening) == 0.2
     assert plan().harm_limit(neutral) is None
+    assert plan().harm_limit(policy(extension={"own": {"shadow": False}})) == policy().entropy.max_loss
+    assert plan().harm_limit(policy(extension={"own": {"shadow": True}})) is None
     unmeasured = policy(scheduler={"max_think_tokens": 9}, entropy={"enabled": False})
     assert plan().harm_limit(unmeasured) is None
     assert plan(guardrails={"harm_rate": 0.5}).harm_limit(shortening) == 0.5

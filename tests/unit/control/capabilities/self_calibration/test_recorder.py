@@ -140,6 +140,11 @@ LEFT_OUT: dict[str, tuple[Policy, dict[str, Any], list[LeftOut]]] = {
     "a rule": (all_measured(**IN_FORCE), {"name": TREATED}, []),
     "a cap": (all_measured(scheduler={**EARLY, "max_think_tokens": 200}), {"name": TREATED}, []),
     "a budget": (all_measured(budget=[{**BUDGET, "shadow": False}]), {"name": TREATED}, []),
+    "an extension": (
+        all_measured().model_copy(update={"extension": {"own": {"shadow": False}}}),
+        {"name": TREATED},
+        [],
+    ),
     "not asked": (asked(self_calibration=False), {}, []),
     "no control group": (asked(holdout_share=0.0), {}, []),
     "off": (asked(enabled=False), {}, []),
