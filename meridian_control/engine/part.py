@@ -225,6 +225,11 @@ class Part:
 
     # ------------------------------------------------------------------------------------------------ policies, clock
 
+    def reads_signals(self, policy: Policy) -> bool:
+        """Return whether the part reads the entropy, the end marker's rank or probes of requests under a policy, so
+        that the engine measures each token of each request. The session calls it before it sends the policy."""
+        return False
+
     def policy_begins(self, revision: int, policy: Policy, now: datetime) -> None:
         """Take in a policy that the agent has just put in force. The earlier policy still holds for all requests; each
         live request is given its policy anew afterwards."""
@@ -334,6 +339,10 @@ class Parts:
         self.closed = self._calls(Part.closed)
         self.decide = self._work(Part.decide)
         self.stream_ended = self._calls(Part.stream_ended)
+        self._reading = having(self.all, Part.reads_signals)
+
+    def reads_signals(self, policy: Policy) -> bool:
+        return any(part.reads_signals(policy) for part in self._reading)
 
     def _calls(self, method: Callable[Concatenate[Part, P], None]) -> Callable[P, None]:
         """Return a function that calls this method of each part that has it."""

@@ -107,6 +107,7 @@ class Session:
             makers=parts,
         )
         self._parts = self._stream.parts
+        self.delivery.reads_signals = self._parts.reads_signals
         self._intake = Intake(self._stream, self.totals, self.shadow)
         self._snapshot_parts = SnapshotParts()
         self._answered_at = now

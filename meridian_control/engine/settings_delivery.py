@@ -16,6 +16,8 @@ from meridian_control.policy import needed_capabilities as capabilities
 from meridian_control.policy.schema import ModelPolicy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from meridian_control.engine.totals import Totals
     from meridian_control.policy.model import Policy
 
@@ -36,8 +38,10 @@ class Delivery:
 
     `revision` is the newest revision that the engine should have, and `nack_error` the reason why that revision is not
     in force. `agent_revision` is in force on the engine, as the agent reports. Revisions in `refused` are not sent
-    again.
+    again. `reads_signals` returns whether a capability of one's own reads signals under a policy.
     """
+
+    reads_signals: Callable[[Policy], bool] = staticmethod(lambda policy: False)
 
     def __init__(self, hello: agent_pb2.Hello, totals: Totals) -> None:
         self._hello, self._totals = hello, totals
@@ -66,7 +70,7 @@ class Delivery:
     def send(self, revision: int, policy: Policy) -> agent_pb2.Settings:
         self.nonce += 1
         self.pending = (revision, policy)
-        return settings(revision, self.nonce, policy, self._hello)
+        return settings(revision, self.nonce, policy, self._hello, self.reads_signals(policy))
 
     def answered(self, status: agent_pb2.SettingsStatus) -> tuple[int, Policy] | None:
         """Take in the agent's answer; return the revision and policy that have come into force, None if none have."""
@@ -143,18 +147,21 @@ def merge_unmeasured(policy: Policy) -> bool:
     return usual and merge_openings(policy) and merge_answers(policy)
 
 
-def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) -> agent_pb2.Settings:
-    """Return the part of a policy that the agent needs."""
+def settings(
+    revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello, reads_signals: bool = False
+) -> agent_pb2.Settings:
+    """Return the part of a policy that the agent needs. reads_signals: whether a capability of one's own reads all
+    signals."""
     policy = policy.on_engine(hello.labels, hello.model_fingerprint)
     model = model_of(policy, hello)
-    observe_entropy = effects.needs_signals(policy) and hello.capabilities.token_entropy
+    observe_entropy = (reads_signals or effects.needs_signals(policy)) and hello.capabilities.token_entropy
     message = agent_pb2.Settings(
         revision=revision,
         nonce=nonce,
         # The section has the names of the message.
         **dict(model),
         observe_entropy=observe_entropy,
-        only_sentence_ends=observe_entropy and not effects.reads_every_token(policy),
+        only_sentence_ends=observe_entropy and not (reads_signals or effects.reads_every_token(policy)),
         report_interval_steps=report_interval_steps(policy),
         report_interval_ms=report_interval_ms(policy),
         lease_ms=policy.fallback.lease_ms,
@@ -168,7 +175,7 @@ def settings(revision: int, nonce: int, policy: Policy, hello: agent_pb2.Hello) 
         merge_unmeasured=merge_unmeasured(policy),
         client_slo_classes=policy.gateway.client_slo_classes,
     )
-    if observe_entropy and (share := effects.measured_share(policy)) < 1:
+    if observe_entropy and not reads_signals and (share := effects.measured_share(policy)) < 1:
         message.measured_share = share
         message.measured_cluster_requests = 0 if effects.needs_independent_sample(policy) else MEASURED_CLUSTER
     if policy.kv_memory.enabled and not policy.kv_memory.shadow:

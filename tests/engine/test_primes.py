@@ -37,7 +37,8 @@ def page(port: str) -> list[list[str]]:
 def test_a_capability_needs_its_folder_and_one_line_of_assembly(apart: tuple[Served, Control]) -> None:
     served, control = apart
     metrics, shown = (option.rpartition(":")[2] for option in (control.options[-1], control.options[-3]))
-    control.apply({**CLOSED, "extension": {"primes": {"shadow": False, "at_least": 11}}})
+    # The engine measures entropy for this rule alone.
+    control.apply({**CLOSED, "extension": {"primes": {"shadow": False, "at_least": 11, "most_nats": 1e9}}})
     # The model ends no thinking by itself, and a prime number of tokens comes soon.
     end = AutoTokenizer.from_pretrained(ENGINE_ARGS["model"]).convert_tokens_to_ids("</think>")
 

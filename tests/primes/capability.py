@@ -28,6 +28,7 @@ NAME, ENDS = "primes", "meridian_prime_ends_total"
 class PrimesPolicy(Section):
     shadow: bool = Field(description="Count the ends, but make none.")
     at_least: int = Field(2, ge=2, description="Smallest prime at which thinking ends.")
+    most_nats: float = Field(0.0, ge=0, description="Largest entropy of the newest token; 0 asks for none.")
 
 
 def is_prime(number: int) -> bool:
@@ -51,11 +52,16 @@ class Primes(Part):
     def of(cls, stream: Stream) -> Primes | None:
         return cls(stream) if stream.ends_thinking else None
 
+    def reads_signals(self, policy: Policy) -> bool:
+        return NAME in policy.extension and extension(policy, NAME, PrimesPolicy).most_nats > 0
+
     def ends(self, turn: Turn) -> None:
         if NAME not in turn.policy.extension:
             return
         section, table = extension(turn.policy, NAME, PrimesPolicy), self._stream.table
         meant = table.thinking & (table.think_tokens >= section.at_least)
+        if section.most_nats:
+            meant &= table.entropy_nats <= section.most_nats
         for slot in meant.nonzero()[0].tolist():
             if is_prime(number := int(table.think_tokens[slot])):
                 reason, detail = agent_pb2.FORCE_REASON_EXTENSION, Prime(number)

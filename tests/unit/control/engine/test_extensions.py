@@ -110,11 +110,19 @@ def test_explain_shows_what_it_compared() -> None:
     ]
 
 
-def test_settings_expect_an_end_at_any_token() -> None:
-    told = stream(policy(**OTHERS_OFF, extension=IN_FORCE)).agent.checker.settings
+@pytest.mark.parametrize("most_nats", [0.0, 1.0])
+def test_it_says_whether_each_token_is_measured(most_nats: float) -> None:
+    extension = {"primes": {**IN_FORCE["primes"], "most_nats": most_nats}}
+    made = stream(policy(**OTHERS_OFF, entropy={"enabled": False}, extension=extension))
+    told = made.agent.checker.settings
+    assert told is not None
+    assert (told.observe_entropy, told.only_sentence_ends) == (most_nats > 0, False)
+    assert not told.HasField("measured_share")
+    made = stream(policy(**OTHERS_OFF, extension=extension))
+    told = made.agent.checker.settings
     assert told is not None
     # The control group belongs to a sample whose requests are chosen one by one.
-    assert (told.HasField("measured_share"), told.measured_cluster_requests) == (True, 0)
+    assert (told.HasField("measured_share"), told.measured_cluster_requests) == (not most_nats, 0)
     assert (told.merge_openings, told.report_interval_steps) == (False, 1)
 
 
