@@ -160,13 +160,17 @@ def to_values(policy: Policy) -> dict[str, Any]:
     return policy.model_dump(mode="json", exclude_none=True)
 
 
-def check_extensions(policy: Policy, schemas: Mapping[str, type[Section]]) -> None:
-    """Raise PolicyError if an extension is not among the schemas, by name, or does not fit its schema."""
+def check_extensions(
+    policy: Policy, schemas: Mapping[str, type[Section]], kept: Mapping[str, Any] | None = None
+) -> None:
+    """Raise PolicyError if an extension does not fit its schema, or is not among the schemas, by name, nor among the
+    extensions `kept` with the same values. None for `kept` lets all extensions without a schema be."""
     violations = []
-    for name in policy.extension:
+    for name, values in policy.extension.items():
         path = dotted(("extension", name))
         if (schema := schemas.get(name)) is None:
-            violations.append(Violation(path, "is no capability of this control plane"))
+            if kept is not None and kept.get(name) != values:
+                violations.append(Violation(path, "is the section of no known capability"))
             continue
         try:
             extension(policy, name, schema)

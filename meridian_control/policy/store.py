@@ -69,7 +69,7 @@ class PolicyStore:
 
     def __init__(self, database: Database, extensions: Mapping[str, type[Section]] = MappingProxyType({})) -> None:
         self.database, self.extensions = database, extensions
-        # The revisions about whose removed fields a warning was logged.
+        # The revisions about whose removed fields and unread extensions a warning was logged.
         self._warned: set[int] = set()
 
     async def current(self) -> StoredRevision | None:
@@ -157,7 +157,7 @@ class PolicyStore:
     ) -> tuple[StoredRevision, StoredRevision | None]:
         """Do what `append` does, and return also the revision before, as `readable` does. That revision is read first,
         so that a call that has stored a revision does not fail."""
-        self.check_policy(policy)
+        await self.check_policy(policy)
         while True:
             if (stored := await self.answered(request_id, policy)) is not None:
                 return stored, await self.readable(stored.revision - 1)
@@ -175,24 +175,36 @@ class PolicyStore:
         except StoredPolicyUnreadable:
             return None
 
-    def check_policy(self, policy: Policy) -> None:
+    async def check_policy(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that could not be read again once it is stored, as one may be that was made
-        from another policy, and if no capability reads an extension of it."""
+        from another policy, and if no capability reads an extension of it. One of the revision in force may stay as it
+        is: another replica may have its capability, and a policy must be changed without it, too. Raises
+        StoreUnavailable."""
         parse_values(to_values(policy))
-        check_extensions(policy, self.extensions)
+        kept: Mapping[str, Any] = {}
+        if policy.extension.keys() - self.extensions.keys():
+            in_force = await self.readable(await self.number())
+            kept = in_force.policy.extension if in_force is not None else {}
+        check_extensions(policy, self.extensions, kept)
 
     def _stored(self, row: Row[Any]) -> StoredRevision:
         """Return the revision of a row. Raises StoredPolicyUnreadable."""
         values = _values(row)
         del values["request_id"]
         try:
-            values["policy"], removed = parse_stored_toml(row.policy)
+            policy, removed = parse_stored_toml(row.policy)
+            check_extensions(policy, self.extensions)
         except PolicyError as error:
             raise StoredPolicyUnreadable(row.revision, error) from error
-        if removed and row.revision not in self._warned:
+        values["policy"] = policy
+        gone = [
+            f"extension.{name} has no effect here: no capability reads it"
+            for name in policy.extension.keys() - self.extensions.keys()
+        ]
+        if (notes := [*map(str, removed), *sorted(gone)]) and row.revision not in self._warned:
             self._warned.add(row.revision)
-            for removed_field in removed:
-                logger.warning("stored policy revision %d: %s", row.revision, removed_field)
+            for note in notes:
+                logger.warning("stored policy revision %d: %s", row.revision, note)
         return StoredRevision(**values)
 
     async def _newest(self) -> Row[Any] | None:

@@ -80,7 +80,7 @@ class RolloutStore:
         Raises EtagMismatch, RolloutActive, InvalidRequest, PolicyError, StoredPolicyUnreadable, and NotFound if no
         policy is in force.
         """
-        self.policies.check_policy(policy)
+        await self.policies.check_policy(policy)
         while True:
             if (earlier := await self.answered(by.request_id, plan, policy)) is not None:
                 return earlier, await self.policies.get(earlier.stable_revision)

@@ -131,7 +131,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         check_texts(request)
         stored: StoredRevision | None
         if request.validate_only:
-            self._store.check_policy(policy)
+            await self._store.check_policy(policy)
             newest = 0
             if (stored := await self._store.answered(request.request_id, policy)) is None:
                 newest = await self._store.check(request.etag)

@@ -152,6 +152,16 @@ async def test_only_the_kind_that_does_harm_is_withdrawn(
     assert "\n" not in stored.reason
 
 
+async def test_rules_are_withdrawn_although_a_capability_is_gone(control: Control) -> None:
+    await control.set_policy(policy(entropy={"shadow": False}, extension={"primes": {"shadow": True}}))
+    control.store.extensions = {}
+    harm(control)
+    await control.fleet.part(Comparisons).tick()
+    stored = await control.store.current()
+    assert stored is not None
+    assert stored.policy == policy(entropy={"shadow": True}, extension={"primes": {"shadow": True}})
+
+
 async def test_a_cap_that_does_harm_stays_and_its_harm_is_shown(control: Control) -> None:
     before, guard = await control.set_policy(policy(**ALL_KINDS)), control.fleet.part(Comparisons)
     judge(guard.experiments.experiment_of(before.revision, before.policy), 2, 8, CAP)

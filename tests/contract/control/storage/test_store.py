@@ -8,25 +8,32 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import UTC, datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
 import pytest
+from pydantic import create_model
 from sqlalchemy import Column, Index, MetaData, Table, Text, text
 
 from meridian_control.common.errors import (
     EtagMismatch,
     InvalidRequest,
     NotFound,
+    PolicyError,
     StoredPolicyUnreadable,
     StoreUnavailable,
 )
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import Policy
+from meridian_control.policy.section import Section
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.rollout.driver import Rollouts
+from meridian_control.rollout.plan import Plan, Step
+from meridian_control.rollout.state import By
 from meridian_control.rollout.store import RolloutStore
+from meridian_control.rollout.transitions import abort
 from meridian_control.storage import database as database_module
 from meridian_control.storage import migrations
 from meridian_control.storage import postgres as postgres_module
@@ -34,6 +41,7 @@ from meridian_control.storage.database import Database
 from meridian_control.storage.postgres import FOLLOWER
 from meridian_control.storage.tables import METADATA, VERSION
 from tests.postgres import Postgres
+from tests.primes.capability import PrimesPolicy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, 1000, tzinfo=UTC)
 POLICY = parse_toml('fallback.lease_ms = 500\nmodel."a.b".think_end_token_ids = [7]')
@@ -526,6 +534,45 @@ async def test_unreadable_revision_can_be_replaced(path: Path, file: str) -> Non
         ):
             await store.current()
         assert (await append(store, etag=stored.etag)).revision == 2
+
+
+async def test_an_extension_whose_values_no_longer_fit_cannot_be_read_and_can_be_replaced(file: str) -> None:
+    async with opened(file) as store:
+        store.extensions = {"primes": PrimesPolicy}
+        await append(store, parse_toml("extension.primes = {shadow = true, at_least = 7}"))
+        store.extensions = {"primes": create_model("Narrower", __base__=Section, shadow=(bool, ...))}
+        with pytest.raises(
+            StoredPolicyUnreadable, match=r"^stored .* 1 .*: extension\.primes\.at_least is not a known key$"
+        ):
+            await store.current()
+        await append(store, parse_toml("extension.primes.shadow = false"))
+        stored = await store.current()
+        assert stored is not None
+        assert stored.policy.extension == {"primes": {"shadow": False}}
+
+
+async def test_an_extension_whose_capability_is_gone_stays_until_it_is_removed(
+    file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(file) as store:
+        store.extensions = {"primes": PrimesPolicy}
+        before = await append(store, parse_toml("extension.primes.shadow = true"))
+        store.extensions = {}
+        stored = await store.current()
+        assert stored == await store.get(1) == before
+        (warning,) = caplog.messages
+        assert warning == "stored policy revision 1: extension.primes has no effect here: no capability reads it"
+        changed = before.policy.model_copy(update={"fallback": POLICY.fallback})
+        assert (await append(store, changed)).policy == changed
+        rollouts = RolloutStore(store)
+        rollout, _ = await rollouts.start(Plan(step=(Step(percent=10),)), changed, "", By(NOW, "ann", ""))
+        await rollouts.change(rollout, partial(abort, by=By(NOW, "ann", "")))
+        for other in ("extension.primes.shadow = false", "extension.others.shadow = true"):
+            with pytest.raises(PolicyError, match=r"^extension\.\w+ is the section of no known capability$"):
+                await append(store, parse_toml(other))
+        await append(store, POLICY)
+        with pytest.raises(PolicyError, match=r"^extension\.primes is the section of no known capability$"):
+            await append(store, changed)
 
 
 @pytest.mark.parametrize("blocked", ["tables", "pool"])
