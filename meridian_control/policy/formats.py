@@ -21,7 +21,7 @@ from google.protobuf.struct_pb2 import Struct, Value
 from google.protobuf.unknown_fields import UnknownFieldSet
 from meridian.v1 import policy_pb2
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_json
 
 from meridian_control.common.environment import config_home
 from meridian_control.common.errors import PolicyError, Violation
@@ -183,7 +183,8 @@ def check_extensions(
 
 def extension(policy: Policy, name: str, schema: type[Schema]) -> Schema:
     """Return the section `extension.NAME` of a policy, with defaults for absent fields."""
-    return schema.model_validate(policy.extension.get(name, {}))
+    # As JSON, a list may stand for a tuple or a set, and a string for a value of an enum.
+    return schema.model_validate_json(to_json(policy.extension.get(name, {})))
 
 
 def find(explicit: Path | None) -> Path | None:

@@ -139,7 +139,7 @@ def _is_storable(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_storable, value))
     if isinstance(value, int | float):
-        return abs(value) <= sys.float_info.max
+        return abs(value) <= sys.float_info.max and float(value) == value
     return value is not None
 
 
@@ -241,7 +241,9 @@ class Policy(Section):
     @classmethod
     def _finite(cls, value: Mapping[str, Mapping[str, JsonValue]]) -> Mapping[str, Mapping[str, JsonValue]]:
         if not _is_storable(value):
-            raise PydanticCustomError("not_storable", "must have finite numbers only, and no null")
+            raise PydanticCustomError(
+                "not_storable", "must have finite numbers only, integers that a float can hold, and no null"
+            )
         return value
 
     @field_validator("budget", "pressure")

@@ -25,6 +25,16 @@ Place: TypeAlias = tuple[int | str, ...]
 def violation(schema: type[Section], error: ErrorDetails) -> Violation:
     """Turn one validation error into a violation with the path of the bad value."""
     path = dotted(error["loc"])
+    if error["type"] == "missing":
+        return Violation(path, "must be set")
+    try:
+        return _violation(schema, error, path)
+    except LookupError:
+        # A section of a capability of one's own may have limits and types that no other section has.
+        return Violation(path, error["msg"], rendered(error["input"]))
+
+
+def _violation(schema: type[Section], error: ErrorDetails, path: str) -> Violation:
     if error["type"] == "extra_forbidden":
         known = _field(schema, error["loc"][:-1]).annotation
         fields = known.model_fields if isinstance(known, type) and issubclass(known, BaseModel) else {}

@@ -4,20 +4,22 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from google.protobuf.descriptor import Descriptor
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from meridian.v1 import policy_pb2
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator, BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from meridian_control.common.errors import PolicyError
 from meridian_control.policy.disagg_schema import CONNECTORS
 from meridian_control.policy.drift_schema import EatBin, SignalBin
 from meridian_control.policy.formats import (
+    check_extensions,
+    extension,
     find,
     from_proto,
     load_config,
@@ -34,7 +36,7 @@ from meridian_control.policy.schema import (
     GatewayPolicy,
     RankCondition,
 )
-from meridian_control.policy.section import INT32_MAX, MAX_LEASE_MS, MIN_LEASE_MS
+from meridian_control.policy.section import INT32_MAX, MAX_LEASE_MS, MIN_LEASE_MS, Section
 
 CORPUS = Path(__file__).parents[3] / "data" / "policies"
 ACCEPTED = sorted(CORPUS.glob("accepted/*.toml"))
@@ -357,9 +359,11 @@ def test_load(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("value", [None, [1, None], {"b": None}, 10**400, [-(10**400)]], ids=range(5))
+@pytest.mark.parametrize("value", [None, [1, None], {"b": None}, 10**400, [-(10**400)], [2**53 + 1]], ids=range(6))
 def test_an_extension_that_cannot_be_stored_is_refused(value: Any) -> None:
-    with pytest.raises(PolicyError, match=r"^extension must have finite numbers only, and no null"):
+    with pytest.raises(
+        PolicyError, match=r"^extension must have finite numbers only, integers that a float can hold, and no"
+    ):
         parse_values({"extension": {"e": {"a": value}}})
 
 
@@ -367,6 +371,40 @@ def test_an_extension_that_cannot_be_stored_is_refused(value: Any) -> None:
 def test_an_extension_that_can_be_stored_keeps_its_value(value: Any) -> None:
     asked = parse_values({"extension": {"e": {"a": value}}})
     assert from_proto(to_proto(asked)) == parse_toml(to_stored_toml(asked)) == asked
+
+
+class OwnPolicy(Section):
+    """A section of a capability of one's own, with types and limits that no other section has."""
+
+    shadow: bool
+    most: int = Field(1, le=10)
+    either: Annotated[int, Field(gt=0)] | str = 1
+    names: tuple[str, ...] = ()
+    kinds: frozenset[Literal["a", "b"]] = frozenset()
+
+
+def test_an_extension_may_have_any_types_and_limits() -> None:
+    section = {"shadow": True, "names": ["x"], "kinds": ["a", "b"], "either": "x"}
+    asked = parse_values({"extension": {"own": section}})
+    for stored in (asked, from_proto(to_proto(asked)), parse_toml(to_stored_toml(asked))):
+        check_extensions(stored, {"own": OwnPolicy}, {})
+        found = extension(stored, "own", OwnPolicy)
+        assert found == OwnPolicy(shadow=True, names=("x",), kinds=frozenset({"a", "b"}), either="x")
+
+
+@pytest.mark.parametrize(
+    ("section", "violation"),
+    [
+        ({}, "extension.own.shadow must be set"),
+        ({"most": 11}, "extension.own.most Input should be less than or equal to 10; got 11"),
+        ({"either": -1}, "extension.own.either.constrained-int Input should be greater than 0; got -1"),
+        ({"names": "x"}, 'extension.own.names must be a list; got "x"'),
+    ],
+)
+def test_a_bad_extension_is_named(section: dict[str, Any], violation: str) -> None:
+    with pytest.raises(PolicyError) as refused:
+        check_extensions(parse_values({"extension": {"own": section}}), {"own": OwnPolicy}, {})
+    assert violation in [str(one) for one in refused.value.violations()]
 
 
 @pytest.mark.parametrize(
