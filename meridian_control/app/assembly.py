@@ -151,10 +151,7 @@ async def assemble(
     shared = "://" in args.store
     database = await Database.open(args.store if shared else f"sqlite+aiosqlite:///{args.store}", args.listen)
     ending.push_async_callback(database.close)
-    store = PolicyStore(
-        database,
-        {capability.name: capability.section for capability in listed.CAPABILITIES if capability.section is not None},
-    )
+    store = PolicyStore(database, listed.sections())
     steady = SteadyClock(await database.now())
     memory = memory_limits(args)
     fleet = Fleet(

@@ -18,6 +18,7 @@ from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.capabilities.self_calibration import fleet as self_calibration
 from meridian_control.capabilities.tiers.stream import Tiers
 from meridian_control.engine.part import Capability
+from meridian_control.policy.section import Section
 
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("budgets", EngineBudgets, budgets.BudgetSharing, metrics=budgets.ENTRIES),
@@ -35,3 +36,8 @@ CAPABILITIES: tuple[Capability, ...] = (
 )
 # The parts of these capabilities in an engine's stream that share nothing with other streams, as in replays.
 STREAM_PARTS = tuple(capability.stream for capability in CAPABILITIES if capability.stream is not None)
+
+
+def sections() -> dict[str, type[Section]]:
+    """Return the schemas of a policy's extensions, by name."""
+    return {capability.name: capability.section for capability in CAPABILITIES if capability.section is not None}

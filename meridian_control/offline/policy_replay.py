@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.capabilities.listed import STREAM_PARTS
+from meridian_control.capabilities.listed import STREAM_PARTS, sections
 from meridian_control.common.enum_names import reason_name
 from meridian_control.common.errors import BadReport, MeridianError
 from meridian_control.common.opened_request import is_under_way
@@ -26,6 +26,7 @@ from meridian_control.engine.think_ends import FINISHED, by_limit
 from meridian_control.engine.token_rows import FLAG_END, FLAG_FORCED, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 from meridian_control.fleet.trace_records import given_freezes
 from meridian_control.offline.trace_file import FileError, read
+from meridian_control.policy.formats import check_extensions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -284,7 +285,9 @@ class SessionReplay:
 
 def changes(paths: Iterable[Path], policy: Policy) -> dict[str, Any]:
     """Return what a policy would have changed in trace files. Sums of thinking tokens leave out requests that would
-    have thought on, and probes are those of requests that finished. Raises FileError."""
+    have thought on, and probes are those of requests that finished. Raises FileError, and PolicyError if an extension
+    has no capability here."""
+    check_extensions(policy, sections(), {})
     replays, left_out, rows = list[SessionReplay](), Counter[str](), list[dict[str, Any]]()
     before = set[tuple[str, str]]()
     for path in paths:

@@ -15,6 +15,7 @@ from meridian_agent.core.phases import FLAG_PARAGRAPH, FLAG_SENTENCE
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.capabilities.pressure.stream import EnginePressure
+from meridian_control.common.errors import PolicyError
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.engine.shortening import LOWER_CAP
 from meridian_control.fleet.trace_records import (
@@ -540,6 +541,11 @@ def test_engines_may_have_requests_with_the_same_id(tmp_path: Path) -> None:
     again = fleet_pb2.TraceRecord(time=first[0].time, engine_id="a", session_id="new", up=first[0].up)
     found = told(tmp_path, [*cut, again, *second], policy())
     assert (found["requests"], found["left_out"]["reports were lost"]) == (4, 4)
+
+
+def test_an_extension_whose_rules_cannot_be_replayed_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"^extension\.own is the section of no known capability$"):
+        changes([], policy(extension={"own": {}}))
 
 
 def test_a_request_in_two_traces_is_refused(tmp_path: Path) -> None:
