@@ -154,7 +154,8 @@ class FleetPart:
         first."""
 
     def metrics(self, totals: Totals) -> Iterator[Metric]:
-        """Yield the values of metrics that `Capability.metrics` lists. A scrape calls it after `before_metrics`.
+        """Yield the values of metrics that `Capability.metrics` lists; a name that it does not list is an error. A
+        scrape calls it after `before_metrics`.
         totals: the counters summed over all sessions."""
         yield from ()
 

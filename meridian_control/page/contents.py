@@ -8,6 +8,7 @@ loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
+from meridian_control.common.complaints import Complaints
 from meridian_control.common.decision_words import last_text, short, spelled
 from meridian_control.common.engine_words import Condition, condition, lasting, troubles
 from meridian_control.common.enum_names import phase_name
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from meridian_control.rollout.state import GuardrailReading, Rollout
     from meridian_control.rollout.store import RolloutStore
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 # Largest number of ends of thinking that are asked of each replica, of revisions, and of rollouts.
 ASKED_DECISIONS, MAX_REVISIONS, MAX_ROLLOUTS = 200, 50, 20
@@ -72,6 +75,7 @@ class Collector:
         unknown = "Revisions and rollouts are not known: the policy store has not answered yet."
         nothing: tuple[list[RevisionHeader], list[Rollout], str] = [], [], unknown
         self._stored = Kept(self._ask_stored, nothing)
+        self._complaints = Complaints(logger, "the rows of %s cannot be shown: %s")
 
     async def stop(self) -> None:
         """End the questions that have no answer yet."""
@@ -103,7 +107,7 @@ class Collector:
             "totals": totals(engines) | {"troubled": troubles},
             "phases": phases(requests) if "requests" in asked else None,
             "attention": [*attention(rows, frozen, rollouts), *(line for block in blocks for line in block.attention)],
-            "capabilities": await capability_rows(whole),
+            "capabilities": await self._capability_rows(),
             "store_trouble": trouble,
             "rollout": next((plain(rollout.message()) for rollout in rollouts if rollout.active), None),
             **{name: entry for block in blocks for name, entry in block.entries.items()},
@@ -135,6 +139,18 @@ class Collector:
             return await self._policies.history(MAX_REVISIONS), await self._rollouts.history(MAX_ROLLOUTS), ""
         except StoreUnavailable as error:
             return [], [], f"Revisions and rollouts are not up to date: {error}."
+
+    async def _capability_rows(self) -> list[tuple[str, str, str]]:
+        """Return name, row and text of what the capabilities of this replica show. An error of one is logged, and only
+        its rows are missing."""
+        fleet, rows = self._whole.fleet, list[tuple[str, str, str]]()
+        counters = await fleet.totals()
+        for capability in fleet.capabilities:
+            try:
+                rows += [(capability.name, *row) for row in capability.shown(counters)] if capability.shown else []
+            except Exception as error:
+                self._complaints.log(error, capability.name)
+        return rows
 
 
 class Kept(Generic[T]):
@@ -197,17 +213,6 @@ def attention(
             text = f"Rollout {rollout.rollout_id} is {rollout.state.word}, {step}: {change}{why}."
             lines.append(Attention(LEVELS.get(rollout.state.word, ""), text, "policy"))
     return lines
-
-
-async def capability_rows(whole: WholeFleet) -> list[tuple[str, str, str]]:
-    """Return name, row and text of what the capabilities of this replica show."""
-    counters, capabilities = await whole.fleet.totals(), whole.fleet.capabilities
-    return [
-        (capability.name, *row)
-        for capability in capabilities
-        if capability.shown is not None
-        for row in capability.shown(counters)
-    ]
 
 
 async def newest_ends(whole: WholeFleet) -> list[fleet_pb2.LoggedDecision]:

@@ -146,7 +146,7 @@ class FleetCollector(Collector):
             ("meridian_engines_without_series", [((), len(newest) - len(engines))]),
             *_staged(self._rollout() if self._leads() else None, self._fleet.clock()),
             ("meridian_agents", [((name,), agents[number]) for number, name in STATES.items()]),
-            *chain.from_iterable(each(parts, lambda part: list(part.metrics(totals)))),
+            *chain.from_iterable(each(parts, lambda part: self._listed(part.metrics(totals)))),
             *self._counted(totals),
             ("meridian_engine_state", _states(engines, states)),
             *await _of_all(engines),
@@ -161,6 +161,13 @@ class FleetCollector(Collector):
             *(_counted(entry, totals) for entry in own),
             *(_histogram(self._catalogue[name], histogram) for name, histogram in histograms),
         ]
+
+    def _listed(self, values: Iterable[tuple[str, Rows]]) -> list[tuple[str, Rows]]:
+        """Return the values of a capability's metrics. Raises ValueError for a metric that the catalogue lacks."""
+        found: list[tuple[str, Rows]] = [(name, list(rows)) for name, rows in values]
+        if unknown := [name for name, _ in found if name not in self._catalogue]:
+            raise ValueError(f"Capability.metrics lists no {unknown[0]}")
+        return found
 
     def _counted(self, totals: Totals) -> Iterator[tuple[str, Rows]]:
         for name, count in (

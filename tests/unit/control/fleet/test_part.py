@@ -18,7 +18,7 @@ from meridian_control.engine.part import Capability, Part
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.part import FleetPart, keep_ticking
 from meridian_control.fleet.whole_fleet import WholeFleet
-from meridian_control.page.contents import engine_row
+from meridian_control.page.contents import Collector, engine_row
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import StoredRevision
 from meridian_control.server.fleet_service import FleetService
@@ -28,7 +28,11 @@ from tests.fakes.fleets import engines_of
 from tests.unit.control.capabilities.handover.engines import hello
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from meridian_control.engine.part import Stream
+    from meridian_control.engine.totals import Totals
+    from meridian_control.fleet.part import Metric
 
 
 class Ticking(FleetPart):
@@ -149,6 +153,31 @@ async def test_an_error_of_a_part_takes_no_other_part_down(caplog: pytest.LogCap
     assert [gone.engine_id for gone in engines_of(fleet)] == ["one"]
     assert {*asked} >= {*FAILING} - {"forgot"}
     assert {record.getMessage() for record in caplog.records} >= {f"Bad: {name}" for name in {*FAILING} - {"forgot"}}
+
+
+async def test_an_error_of_a_capability_hides_only_its_own_rows_and_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    class Unlisted(FleetPart):
+        def metrics(self, totals: Totals) -> Iterator[Metric]:
+            yield "meridian_unlisted_total", [((), 1)]
+
+    def fails(totals: Totals) -> list[tuple[str, str]]:
+        raise ValueError("no rows")
+
+    capabilities = [
+        Capability("bad", None, lambda fleet: Unlisted(), shown=fails),
+        Capability("good", shown=lambda totals: [("row", "text")]),
+    ]
+    fleet = Fleet(utc_now, capabilities=capabilities)
+    nothing: Any = None
+    rows = await Collector(WholeFleet(fleet, "one", None, lambda: True), nothing, nothing)._capability_rows()
+    assert rows == [("good", "row", "text")]
+    collector = FleetCollector(fleet, lambda: True, lambda: None, {}, asyncio.get_running_loop())
+    found = {family.name for family in await asyncio.to_thread(lambda: list(collector.collect()))}
+    assert "meridian_engines" in found
+    assert caplog.messages == [
+        "the rows of bad cannot be shown: no rows",
+        "Unlisted: Capability.metrics lists no meridian_unlisted_total",
+    ]
 
 
 async def test_a_stream_that_ends_leaves_no_garbage() -> None:
