@@ -110,12 +110,16 @@ def _shortener_values(kind: str, index: int, entry: StagedEntry) -> dict[str, An
 def _sections(policy: Any, names: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the set fields by dotted path, without entries of lists and models; `names` limits the sections."""
     dumped = policy.model_dump(mode="json", exclude_none=True, exclude={"model", "override", "budget", "pressure"})
-    return {
-        dotted((section, field)): value
+    values: dict[tuple[str, ...], Any] = {
+        (section, field): value
         for section, fields in dumped.items()
         if names is None or section in names
         for field, value in fields.items()
     }
+    for path in [path for path in values if path[0] == "extension" and values[path]]:
+        # The fields of an extension's section count one by one.
+        values |= {(*path, field): value for field, value in values.pop(path).items()}
+    return {dotted(path): value for path, value in values.items()}
 
 
 def _model_values(name: str, model: ModelPolicy) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,103 @@
+"""A capability of one's own in a control plane, `tests/primes`: what people see of it, and a control plane without
+it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.contract.control.app.test_server import Process
+from tests.contract.control.telemetry.test_metrics import value
+from tests.contract.ctl import OK, ctl
+from tests.fakes.linked import LinkedEngine, until
+from tests.primes.capability import ENDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SET = ("extension.primes.shadow=false", "extension.primes.at_least=20", "entropy.holdout_share=0.0")
+
+
+@pytest.fixture
+def with_primes(tmp_path: Path) -> Iterator[Process]:
+    """Yield a control plane with the capability that has not started."""
+    process = Process(tmp_path)
+    process.module = "tests.primes"
+    yield process
+    process.kill()
+    assert "Traceback" not in process.log()
+
+
+async def shown(process: Process, *arguments: str) -> str:
+    """Return what meridianctl prints."""
+    result = await ctl(process, *arguments)
+    assert result.exit_code == OK, result.output
+    return result.output
+
+
+async def as_json(process: Process, *arguments: str) -> Any:
+    return json.loads(await shown(process, *arguments, "-o", "json"))
+
+
+async def ends_at_a_prime(process: Process, engine: LinkedEngine, name: str) -> int:
+    """Let the capability end the thinking of a request; return its thinking tokens there."""
+    engine.open(name)
+    live = engine.engine.live[name]
+    await engine.steps_until(lambda: live.state.ends)
+    tokens = live.state.think_tokens
+    engine.engine.finish(name)
+    await engine.steps_until(lambda: value(process, "meridian_think_ends_total", reason="primes"))
+    return tokens
+
+
+async def test_people_see_its_policy_and_its_ends(with_primes: Process) -> None:
+    process = with_primes
+    await process.started()
+    told = await shown(process, "policy", "set", *SET, "--diff")
+    assert "extension.primes.at_least" in told
+    assert "harm is not measured" in told
+    told = await shown(process, "policy", "set", "extension.primes.at_least=21", "--diff")
+    assert "extension.primes.at_least" in told
+    assert "extension.primes.shadow" not in told
+    rows = {row["path"]: row["value"] for row in await as_json(process, "policy", "explain")}
+    assert (rows["extension.primes.at_least"], rows["extension.primes.shadow"]) == ("21", "false")
+    with LinkedEngine([process.target]) as engine:
+        await engine.hears(lambda: 3 in engine.kept)
+        place = await ends_at_a_prime(process, engine, "a")
+    assert place >= 21
+    (decision,) = await as_json(process, "decisions", "--reason", "primes")
+    assert (decision["kind"], decision["outcome"]) == ("force", "OUTCOME_APPLIED")
+    told = await shown(process, "explain", "a")
+    assert "thinking ended: primes" in told
+    assert "extension.primes.at_least" in told
+    assert value(process, ENDS) == 1
+    assert value(process, "meridian_decisions_total", kind="force", reason="primes") == 1
+
+
+async def test_a_control_plane_without_it_goes_on_without_it(with_primes: Process) -> None:
+    process = with_primes
+    await process.started()
+    await shown(process, "policy", "set", *SET)
+    await process.terminate()
+    process.module = "meridian_control"
+    await process.started()
+    assert "extension.primes has no effect here: no capability reads it" in process.log()
+    await shown(process, "policy", "set", "scheduler.max_think_tokens=40", "scheduler.min_think_tokens=0")
+    with LinkedEngine([process.target]) as engine:
+        await engine.hears(lambda: 3 in engine.kept)
+        engine.open("a")
+        live = engine.engine.live["a"]
+        await engine.steps_until(lambda: live.state.ends)
+        assert live.state.think_tokens == 40
+    refused = await ctl(process, "policy", "set", "extension.primes.at_least=30")
+    assert "extension.primes is the section of no known capability" in refused.output
+    await process.terminate()
+    process.module = "tests.primes"
+    await process.started()
+    with LinkedEngine([process.target], "later") as engine:
+        await engine.hears(lambda: 3 in engine.kept)
+        await ends_at_a_prime(process, engine, "b")
+    await until(lambda: value(process, ENDS) == 1)
