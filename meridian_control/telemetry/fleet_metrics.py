@@ -170,6 +170,7 @@ class FleetCollector(Collector):
         return found
 
     def _counted(self, totals: Totals) -> Iterator[tuple[str, Rows]]:
+        own_rules = [capability.name for capability in self._fleet.capabilities if capability.section is not None]
         for name, count in (
             ("meridian_reports_total", totals.reports),
             ("meridian_token_events_total", totals.token_events),
@@ -181,7 +182,7 @@ class FleetCollector(Collector):
         ):
             yield name, [((), count)]
         for name, expected, counts in (
-            ("meridian_think_ends_total", ENDS, totals.ends),
+            ("meridian_think_ends_total", (*ENDS, *own_rules), totals.ends),
             ("meridian_answers_total", ANSWERS, totals.answers),
             ("meridian_stream_ends_total", STREAM_ENDS, self._fleet.stream_ends),
             ("meridian_client_faults_total", CLIENT_FAULTS, self._faults),
@@ -291,8 +292,9 @@ def _kind(key: str) -> Labels:
 
 
 def _counted(entry: Entry, totals: Totals) -> Metric:
-    """Return a counter with which a capability counts in the streams."""
-    return _family(entry, [(labels, count) for (name, labels), count in totals.counted.items() if name == entry.name])
+    """Return a counter with which a capability counts in the streams. One without labels is exposed from 0 on."""
+    rows = {labels: count for (name, labels), count in totals.counted.items() if name == entry.name}
+    return _family(entry, (rows or ({} if entry.labels else {(): 0})).items())
 
 
 def _family(entry: Entry, rows: Rows) -> Metric:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.contract.control.app.test_server import Process
-from tests.contract.control.telemetry.test_metrics import value
+from tests.contract.control.telemetry.test_metrics import scraped, value
 from tests.contract.ctl import OK, ctl
 from tests.fakes.linked import LinkedEngine, until
 from tests.primes.capability import ENDS
@@ -56,6 +56,10 @@ async def ends_at_a_prime(process: Process, engine: LinkedEngine, name: str) -> 
 async def test_people_see_its_policy_and_its_ends(with_primes: Process) -> None:
     process = with_primes
     await process.started()
+    # Prometheus does not see the first increment of a new series.
+    ends = {s.labels["reason"]: s.value for s in scraped(process)["meridian_think_ends_total"].samples}
+    assert ends["primes"] == 0
+    assert [s.value for s in scraped(process)[ENDS].samples if s.name == ENDS] == [0]
     told = await shown(process, "policy", "set", *SET, "--diff")
     assert "extension.primes.at_least" in told
     assert "harm is not measured" in told
