@@ -202,7 +202,7 @@ class Stream:
     ) -> None:
         """Ask for probes of requests that have the same policy. seen: the table or moments, and the index of each
         request in it; the table if absent. hold_ms: milliseconds for which a request waits for the result. Rules read
-        the results unless `reason` is UNREAD_PROBE."""
+        the results unless `reason` is UNREAD_PROBE. A request has at most one probe, see the column `probe_open`."""
         self.table.put(slots, probe_open=True)
         numbers = slots.tolist()
         decision_ids = self.ledger.make_probes(reason, numbers, *(seen or (self.table, slots)))
@@ -217,7 +217,7 @@ class Part:
 
     The session calls all methods but the last two, which recordings and replays call. Unless a method says otherwise,
     it returns nothing. Those that return `Sliced` work return None if they are done, or an iterator that does a large
-    piece of work in slices; the table may be read between two slices.
+    piece of work in slices; the table may be read between two slices. An error of a method ends the stream.
 
     A report is taken in like this: `rest`, `report_begins`, `opened`, `probed`, `reported`, `ends`, `thinking_ended`,
     `closed`, `decide`. While no decisions are made, `ends` and `decide` are not called.
@@ -293,7 +293,7 @@ class Part:
 
     def records(self) -> Iterable[fleet_pb2.TraceRecord]:
         """Return what has reached the part from outside of the stream and is still in force, for a recording that
-        begins now. The caller fills in time and ids."""
+        begins now. The caller fills in time and ids. Only what TraceRecord has a field for can be recorded."""
         return ()
 
     def recorded(self, record: fleet_pb2.TraceRecord) -> None:

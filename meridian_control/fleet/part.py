@@ -3,6 +3,9 @@
 The fleet, the gRPC services, the status page and the metrics know parts, and no capability by name. A part does its
 work in `tick`, once a second, or when an engine comes or goes; no method is called for a report. All code runs on the
 server's event loop.
+
+Messages, rows of the page and points of its time axis have the fields that the contract and the page know. A capability
+of one's own shows what it has by `Shown.attention`, by metrics, and by `Capability.shown`.
 """
 
 from __future__ import annotations
