@@ -112,7 +112,9 @@ async def decisions(whole: WholeFleet, request: fleet_pb2.ListDecisionsRequest) 
     wanted kind or reason and this version does not know it: a capability or a newer replica may have others."""
     answer = await _decisions(whole, request)
     if not (answer.decisions or request.local_only or request.page_token):
-        for field, name, known in (("kind", request.kind, KINDS), ("reason", request.reason, DECISION_REASONS)):
+        # The reason of a capability of one's own is its name.
+        reasons = {*DECISION_REASONS, *(one.name for one in whole.fleet.capabilities if one.section is not None)}
+        for field, name, known in (("kind", request.kind, KINDS), ("reason", request.reason, reasons)):
             if name and name not in known:
                 raise InvalidRequest.unknown_name(field, name, known)
     return answer

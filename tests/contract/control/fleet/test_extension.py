@@ -60,6 +60,7 @@ async def test_people_see_its_policy_and_its_ends(with_primes: Process) -> None:
     ends = {s.labels["reason"]: s.value for s in scraped(process)["meridian_think_ends_total"].samples}
     assert ends["primes"] == 0
     assert [s.value for s in scraped(process)[ENDS].samples if s.name == ENDS] == [0]
+    assert await as_json(process, "decisions", "--reason", "primes") == []
     told = await shown(process, "policy", "set", *SET, "--diff")
     assert "extension.primes.at_least" in told
     assert "harm is not measured" in told
