@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.engine.part import Part
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.engine.part import Stream as PartStream
+    from meridian_control.engine.part import Turn
     from meridian_control.engine.shortening import Stages
     from meridian_control.journal.records import Shortening
     from meridian_control.policy.model import Policy, Who
@@ -82,6 +84,21 @@ def test_what_was_in_shadow_ends_thinking_once_it_is_in_force() -> None:
     assert forces(made, TREATED) == [("primes", True), ("primes", False)]
     # The comparison begins again with the rules.
     assert "primes" not in {row.section for row in made.session.shadow.messages()}
+
+
+def test_one_in_shadow_keeps_no_other_from_ending_thinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Earlier(Part):
+        def __init__(self, stream: PartStream) -> None:
+            self._stream = stream
+
+        def ends(self, turn: Turn) -> None:
+            for slot in self._stream.table.thinking.nonzero()[0].tolist():
+                reason = agent_pb2.FORCE_REASON_EXTENSION
+                self._stream.end_thinking(turn, reason, slot, shadow=True, name="earlier")
+
+    monkeypatch.setattr(sessions, "STREAM_PARTS", (*STREAM_PARTS, Earlier, PRIMES.stream))
+    made = play(stream(under(IN_FORCE, holdout_share=0.0)), opens("a", 100, 3), 40)
+    assert forces(made, "a") == [("earlier", True), ("primes", False)]
 
 
 def test_it_ends_nothing_below_the_requests_own_floor_nor_a_second_time() -> None:
