@@ -173,11 +173,11 @@ def engine_limits(session: Session) -> list[fleet_pb2.EngineLimitState]:
 
 
 def each_request_view(session: Session) -> Iterator[fleet_pb2.LiveRequest]:
-    """Yield the session's live requests as messages. Requests that end meanwhile are left out."""
+    """Yield the session's live requests as messages. Requests that end or begin meanwhile are left out."""
     table = session.table
-    ratio = rpdi(table).tolist()
-    for slot in table.slots().tolist():
-        if table.holds(slot) and (info := table.info[slot]) is not None:
+    ratio, began = rpdi(table).tolist(), [(slot, table.info[slot]) for slot in table.slots().tolist()]
+    for slot, info in began:
+        if info is not None and table.info[slot] is info and table.holds(slot):
             yield _request(session, slot, info, ratio[slot])
 
 

@@ -546,6 +546,19 @@ def test_what_is_shown() -> None:
     assert a.last_decision.kind in {"cap", "tier"}
 
 
+def test_a_request_in_the_place_of_another_is_not_shown_with_its_signals() -> None:
+    made = stream()
+    made.open("a")
+    place = made.open("b")
+    made.step()
+    views = each_request_view(made.session)
+    assert next(views).request_id == "a"
+    made.say(closed=[{"slot": place}])
+    made.say(opened=[{"slot": place, "request_id": "c"}])
+    assert list(views) == []
+    assert [view.request_id for view in each_request_view(made.session)] == ["a", "c"]
+
+
 # ------------------------------------------------------------------------------------------------ several engines
 
 
