@@ -380,10 +380,10 @@ class Capability:
     stream: makes its part in an engine's stream, with nothing that other streams share. fleet: makes its part over all
     engines of a replica (`fleet/part.py`), whose own method `stream`, if it has one, makes the parts in their streams.
     section: the schema of `extension.NAME` in a policy, for a capability that has no section of its own in the policy's
-    schema. A policy without the section switches the capability off. If the schema has the fields `enabled` or
-    `shadow`, they have no defaults: the rest of the control plane knows what a section is in force by what it says.
-    metrics: the counters that its parts count with `Stream.count`. shown: returns rows of the status page, each a name
-    and a text, from this replica's counters. An error of `shown` is logged and hides these rows alone.
+    schema. A policy without the section switches the capability off. The schema's fields `enabled` and `shadow`, if it
+    has them, must have no defaults, because the rest of the control plane only knows what a section says. metrics: the
+    counters that its parts count with `Stream.count`. shown: returns rows of the status page, each a name and a text,
+    from this replica's counters. An error of `shown` is logged and hides these rows alone.
 
     While its section is on and not in shadow, the capability counts as a kind of shortening: there is a control group,
     the harm of its ends is measured and limits rollouts, and if it is too large, the section goes into shadow, or goes
@@ -396,3 +396,8 @@ class Capability:
     section: type[Section] | None = None
     metrics: Sequence[Entry] = ()
     shown: Callable[[Totals], Sequence[tuple[str, str]]] | None = None
+
+    def __post_init__(self) -> None:
+        fields = self.section.model_fields if self.section is not None else {}
+        if bad := [name for name in ("enabled", "shadow") if name in fields and not fields[name].is_required()]:
+            raise ValueError(f"the section of {self.name} must have no default for {' and '.join(bad)}")

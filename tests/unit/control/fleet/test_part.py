@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
+from pydantic import create_model
 
 from meridian_control.capabilities import listed
 from meridian_control.common.errors import NotFound
@@ -20,6 +21,7 @@ from meridian_control.fleet.part import FleetPart, keep_ticking
 from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.page.contents import Collector, engine_row
 from meridian_control.policy.model import Policy
+from meridian_control.policy.section import Section
 from meridian_control.policy.store import StoredRevision
 from meridian_control.server.fleet_service import FleetService
 from meridian_control.telemetry.fleet_metrics import FleetCollector
@@ -178,6 +180,15 @@ async def test_an_error_of_a_capability_hides_only_its_own_rows_and_metrics(capl
         "the rows of bad cannot be shown: no rows",
         "Unlisted: Capability.metrics lists no meridian_unlisted_total",
     ]
+
+
+@pytest.mark.parametrize("field", ["enabled", "shadow"])
+def test_a_section_says_itself_whether_it_is_in_force(field: str) -> None:
+    asked: dict[str, Any] = {field: (bool, ...)}
+    Capability("own", section=create_model("Own", __base__=Section, **asked))
+    asked[field] = (bool, False)
+    with pytest.raises(ValueError, match=rf"^the section of own must have no default for {field}$"):
+        Capability("own", section=create_model("Own", __base__=Section, **asked))
 
 
 async def test_a_stream_that_ends_leaves_no_garbage() -> None:
