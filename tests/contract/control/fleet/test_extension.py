@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.replicated import Replicated
+
 SET = ("extension.primes.shadow=false", "extension.primes.at_least=20", "entropy.holdout_share=0.0")
 
 
@@ -106,3 +108,23 @@ async def test_a_control_plane_without_it_goes_on_without_it(with_primes: Proces
         await engine.hears(lambda: 3 in engine.kept)
         await ends_at_a_prime(process, engine, "b")
     await until(lambda: value(process, ENDS) == 1)
+
+
+async def test_a_replica_without_it_serves_beside_one_that_has_it(replicated: Replicated, tmp_path: Path) -> None:
+    without, beside = await replicated.started(), Process(tmp_path, "--store", replicated.database)
+    beside.module = "tests.primes"
+    replicated.processes.append(beside)
+    await beside.started()
+    await shown(beside, "policy", "set", *SET)
+    await until(lambda: "extension.primes has no effect here" in without.log())
+    await shown(without, "policy", "set", "scheduler.max_think_tokens=40", "scheduler.min_think_tokens=0")
+    with LinkedEngine([without.target], "one") as one, LinkedEngine([beside.target], "other") as other:
+        for engine in (one, other):
+            await engine.hears(lambda: 3 in engine.kept)  # noqa: B023 - called at once
+        await ends_at_a_prime(beside, other, "a")
+        one.open("b")
+        live = one.engine.live["b"]
+        await one.steps_until(lambda: live.state.ends)
+        assert live.state.think_tokens == 40
+        (decision,) = await as_json(without, "decisions", "--reason", "primes")
+    assert decision["engine_id"] == "other"
