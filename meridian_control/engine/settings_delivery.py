@@ -111,7 +111,7 @@ def _chosen_steps(policy: Policy) -> int:
     if policy.telemetry.report_interval_steps:
         return 0
     reads = effects.reads_sentence_ends(policy) or effects.probes_within(policy, RULED_INTERVAL_STEPS)
-    if policy.scheduler.strategy == "deadline" or reads or policy.extension:
+    if policy.scheduler.strategy == "deadline" or reads or effects.has_extension(policy):
         return 1
     ruled = effects.in_force(policy) or effects.loops_in_force(policy)
     return RULED_INTERVAL_STEPS if ruled else USUAL_INTERVAL_STEPS

@@ -116,7 +116,13 @@ def staged_in_force(policy: Policy) -> bool:
 def concerns_first_tokens(policy: Policy) -> bool:
     """Whether an entry may shorten a request from its beginning, a request may be handed over or preempt others, or an
     extension may do anything."""
-    return bool(policy.budget or policy.pressure or policy.disagg.enabled or may_preempt(policy) or policy.extension)
+    changes = policy.budget or policy.pressure or policy.disagg.enabled or may_preempt(policy)
+    return bool(changes) or has_extension(policy)
+
+
+def has_extension(policy: Policy) -> bool:
+    """Whether an extension is on, in shadow or in force."""
+    return any(policy.extensions_on(shadow=shadow) for shadow in (False, True))
 
 
 def may_preempt(policy: Policy) -> bool:

@@ -355,7 +355,7 @@ class TelemetryPolicy(Section):
         description="Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means "
         "24 steps; up to 256 within half a second while no measured request thinks; 8, or up to 24 within 40 ms, if "
         "something in force may end thinking or change a cap; 1 if the strategy is deadline, if a rule reads ranks at "
-        "sentence ends, if probes without a hold may be less than 8 tokens apart, or if the policy has an extension.",
+        "sentence ends, if probes without a hold may be less than 8 tokens apart, or if an extension is on.",
         advice="Leave it at 0; raise it if the control plane has too little processor time.",
     )
     decision_log_sample_ratio: float = field(

@@ -1733,7 +1733,7 @@ class TelemetryPolicy(_message.Message):
     """Engine steps merged into one report; fewer if a step has more to report than text tokens. 0 means 24 steps; up to
     256 within half a second while no measured request thinks; 8, or up to 24 within 40 ms, if something in force may
     end thinking or change a cap; 1 if the strategy is deadline, if a rule reads ranks at sentence ends, if probes
-    without a hold may be less than 8 tokens apart, or if the policy has an extension.
+    without a hold may be less than 8 tokens apart, or if an extension is on.
     """
     decision_log_sample_ratio: _builtins.float
     """Share of requests, a fraction, whose life the decision log keeps; a hash of the id chooses them."""

@@ -104,6 +104,8 @@ DENSE: dict[str, Any] = {"shadow": True, "eat_probe_interval_tokens": 1}
         ({"budget": [{"name": "b", "tokens_per_day": 10, "shadow": False}]}, 8),
         ({"pressure": [{"name": "p", "ttot_p99_ms": 10, "shadow": False}]}, 8),
         ({"extension": {"primes": {}}}, 1),
+        ({"extension": {"primes": {"shadow": True}}}, 1),
+        ({"extension": {"primes": {"enabled": False}}}, 24),
     ],
 )
 def test_how_many_steps_a_report_merges(sections: dict[str, Any], steps: int) -> None:
