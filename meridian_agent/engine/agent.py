@@ -120,7 +120,7 @@ class Agent:
             is_async=self.is_async,
         )
         link.outbox.step_tokens = 1 + scheduler.num_spec_tokens
-        link.outbox.counters, link.outbox.gauges = self._counters, partial(gauges_of, scheduler)
+        link.outbox.counters, link.outbox.gauges = self._counters, partial(gauges_of, scheduler, self.probing)
         self.observe_entropy = False
         self._asking = WorkerRequestEncoder()
         # The newest step's request to the workers, None for none; and whether it stays the same in calm steps.

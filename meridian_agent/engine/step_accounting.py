@@ -264,7 +264,7 @@ class StepAccounting:
         if record.text:
             self._calm.find_due(scheduler)
         record.told, record.step = signals, scheduler.current_step
-        record.gauges = gauges_of(scheduler)
+        record.gauges = gauges_of(scheduler, self._probing)
         record.prefill_tokens, record.state = self._prefill_tokens(), self.state
         record.step_time_ms = self._step_time_ms(self._lease.clock())
         return record
@@ -274,7 +274,7 @@ class StepAccounting:
         follows."""
         record = self._tracker.record
         record.step, record.state, record.urgent = scheduler.current_step, self.state, True
-        record.gauges = gauges_of(scheduler)
+        record.gauges = gauges_of(scheduler, self._probing)
 
     def send(self) -> None:
         """Queue the record, which is complete."""
@@ -329,6 +329,9 @@ class StepAccounting:
         if self._tracker.loops.enabled and runner_output.req_ids:
             self._tracker.look_for_loops()
         stats = next(filter(None, (group.scheduler_stats for group in outputs.values())), None)
+        if stats is not None:
+            # Under asynchronous scheduling the next step is scheduled already, and its probes run.
+            stats.num_running_reqs -= len(self._probing.placed)
         self._phase_numbers.add_to(stats, self._lease.clock())
         return [session for session in sessions if not request_api.waits_for_input(session)]
 
@@ -418,9 +421,10 @@ class StepAccounting:
         self._tracker.close(live, FINISH_REASON.get(finish_reason, 0))
 
 
-def gauges_of(scheduler: Scheduler) -> Gauges:
-    """Return the engine's gauges. The link's thread asks, too, while vLLM may be within a step."""
-    return Gauges(scheduler.kv_cache_manager.usage, *scheduler.get_request_counts())
+def gauges_of(scheduler: Scheduler, probing: ProbeRunner) -> Gauges:
+    """Return the engine's gauges without its probes. The link's thread asks, too, while vLLM may be within a step."""
+    running, waiting = scheduler.get_request_counts()
+    return Gauges(scheduler.kv_cache_manager.usage, max(0, running - len(probing.placed)), waiting)
 
 
 def _is_other(wanted: dict[int, int], tokens: Sequence[int]) -> bool:

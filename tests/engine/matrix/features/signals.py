@@ -84,14 +84,17 @@ def eat(engine: Engine) -> None:
     for ask, tokens, said in zip(asks, runs, seen, strict=True):
         engine.check_probes(ask.prompt, tokens, said)
     if engine.build.asynchronous:
-        _reset_beside(engine, asks[0])
+        _hidden_between_steps(engine, asks[0])
 
 
-def _reset_beside(engine: Engine, ask: Ask) -> None:
-    """Let vLLM reset its prefix cache when its only request has ended and a step with the request's probe is still
-    under way."""
+def _hidden_between_steps(engine: Engine, ask: Ask) -> None:
+    """Check that a probe which is under way between two steps counts as no running request, and that vLLM can reset its
+    prefix cache once its only request has ended."""
     run, placed = engine.run({"r": ask}), engine.agent.probing.placed
     run.until(lambda: any(probe.cost_tokens for probe in placed.values()), settled=engine.settled)
+    running = [metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_requests_running"]
+    told = engine.agent.link.outbox.gauges().running
+    assert (running, told) == ([1.0], 1)
     engine.llm.llm_engine.abort_request(["r"])
     assert placed
     assert engine.scheduler.reset_prefix_cache()
