@@ -64,7 +64,9 @@ def never_allows(request: Request, tokens: Sequence[int]) -> bool:
     params = request.sampling_params
     allowed, bias, bad = params.allowed_token_ids, params.logit_bias or {}, params.bad_words_token_ids or ()
     return (
-        (allowed is not None and not set(allowed).issuperset(tokens))
+        # vLLM replays a trace whatever the masks allow.
+        bool(getattr(params, "trace_decode_token_ids", None))
+        or (allowed is not None and not set(allowed).issuperset(tokens))
         or any(bias.get(token) == -math.inf for token in tokens)
         or any(word[-1] in tokens for word in bad)
     )

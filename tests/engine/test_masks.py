@@ -82,6 +82,14 @@ def test_no_end_is_forced_whose_closing_text_stops_the_request(stops: tuple[int,
     assert rows == ([[1 << LAST]] if ends else None)
 
 
+@pytest.mark.parametrize(("trace", "ends"), [(None, True), ([TEXT] * 9, False)])
+def test_no_end_is_forced_into_a_replayed_trace(trace: list[int] | None, ends: bool) -> None:
+    """vLLM generates the trace's token all the same."""
+    params = SamplingParams(max_tokens=40, trace_decode_token_ids=trace)
+    rows = forced(params, Markers(((START,),), ((END,),)), [TEXT, TEXT])
+    assert rows == ([[1 << END]] if ends else None)
+
+
 @pytest.mark.parametrize(("constrained", "ends"), [((), True), ((0, 1, 2), False), ((2,), True)])
 def test_no_end_begins_where_a_grammar_constrains_the_token(constrained: tuple[int, ...], ends: bool) -> None:
     """Behind a draft of the end marker vLLM constrains the rows of an answer that the forced token prevents. A grammar
