@@ -6,7 +6,7 @@ All code runs on the server's event loop. Questions about many engines or reques
 from __future__ import annotations
 
 from datetime import timedelta
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -36,6 +36,10 @@ OF_HELLO = (
     *("kv_role", "capabilities", "labels", "reclaim_note", "model_fingerprint"),
 )
 
+# The order in which engines and live requests are listed; a page continues after the key of its last entry.
+engine_key: Callable[[fleet_pb2.Engine], tuple[str, str]] = attrgetter("engine_id", "incarnation")
+request_key: Callable[[fleet_pb2.LiveRequest], tuple[str, str]] = attrgetter("engine_id", "request_id")
+
 
 class Views:
     """The engines and live requests of one replica, as messages.
@@ -61,7 +65,7 @@ class Views:
         live = [views[c] if c in views else self._engine_view(c.session, True) for c in self._connections]
         ids = {e.engine_id for e in live}
         gone = [engine for engine in self._departed.views(self._clock()) if engine.engine_id not in ids]
-        return sorted([*live, *gone], key=lambda e: (e.engine_id, e.incarnation))
+        return sorted([*live, *gone], key=engine_key)
 
     def agent_states(self) -> dict[str, agent_pb2.AgentState.ValueType]:
         """Return the agent's state by the engine's id, but make no messages. Of several streams under one id the newest
@@ -75,7 +79,7 @@ class Views:
         keyed: list[tuple[tuple[str, str], fleet_pb2.LiveRequest]] = []
         for session in self._sessions(engine_id):
             async for views in in_parts(each_request_view(session)):
-                keyed += [((request.engine_id, request.request_id), request) for request in views]
+                keyed += [(request_key(request), request) for request in views]
         keyed.sort(key=itemgetter(0))
         return [request for _, request in keyed]
 

@@ -17,6 +17,7 @@ from meridian_control.common.errors import NotFound
 from meridian_control.common.paging import MAX_PAGE_SIZE, fitting
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.peers import CALL_TIMEOUT_S, local, pages
+from meridian_control.fleet.views import engine_key, request_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -96,7 +97,7 @@ class WholeFleet:
         requests = [
             live for replica_id, lives in by_replica.items() for live in lives if (live.engine_id, replica_id) in where
         ]
-        requests.sort(key=lambda live: (live.engine_id, live.request_id))
+        requests.sort(key=request_key)
         return fleet_pb2.WatchFleetResponse(engines=engines, requests=requests, unreachable_replicas=unreachable)
 
     async def watched(self) -> fleet_pb2.WatchFleetResponse:
@@ -190,7 +191,7 @@ def once(engines: Iterable[fleet_pb2.Engine]) -> list[fleet_pb2.Engine]:
             connected.add(engine.engine_id)
         newest[engine.engine_id, engine.incarnation if engine.state == CONNECTED else ""] = engine
     shown = [e for e in newest.values() if e.state == CONNECTED or e.engine_id not in connected]
-    return sorted(shown, key=lambda e: (e.engine_id, e.incarnation))
+    return sorted(shown, key=engine_key)
 
 
 def bounded(state: fleet_pb2.WatchFleetResponse) -> fleet_pb2.WatchFleetResponse:
@@ -201,7 +202,7 @@ def bounded(state: fleet_pb2.WatchFleetResponse) -> fleet_pb2.WatchFleetResponse
     requests = sorted(state.requests, key=lambda live: -live.think_tokens)
     del state.requests[:]
     fits = fitting(requests, max(0, WATCH_BYTES - state.ByteSize()))
-    state.requests.extend(sorted(requests[:fits], key=lambda live: (live.engine_id, live.request_id)))
+    state.requests.extend(sorted(requests[:fits], key=request_key))
     state.requests_left_out = len(requests) - fits
     return state
 

@@ -16,6 +16,7 @@ from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.common.paging import fitting, page, token_after
 from meridian_control.fleet import decision_queries, thinking_ends
 from meridian_control.fleet.part import each
+from meridian_control.fleet.views import engine_key, request_key
 from meridian_control.server.grpc_server import begin_answer
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.ListEnginesRequest, context: Context
     ) -> fleet_pb2.ListEnginesResponse:
         engines, unreachable = await self._whole.engines(request.local_only)
-        shown, token = self._page(engines, lambda engine: (engine.engine_id, engine.incarnation), request)
+        shown, token = self._page(engines, engine_key, request)
         answer = fleet_pb2.ListEnginesResponse(engines=shown, next_page_token=token, unreachable_replicas=unreachable)
         if request.local_only and not request.page_token:
             each(self._whole.fleet.parts.values(), lambda part: part.answer_replica(answer, REPLICA_BYTES))
@@ -95,7 +96,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         kept = self._lists[request.local_only]
         async with kept.lock:
             requests, unreachable = await kept.of(request.engine_id, is_further=bool(request.page_token))
-            shown, token = self._page(requests, lambda live: (live.engine_id, live.request_id), request)
+            shown, token = self._page(requests, request_key, request)
             if not token:
                 kept.forget()
             del requests
