@@ -28,6 +28,12 @@ def checked(size: int, token: str, most: int = 10**9 - 1) -> tuple[int, int | No
     return _limit(size), int(token) if token else None
 
 
+def newest_page(entries: Sequence[Entry], limit: int, number: Callable[[Entry], int]) -> tuple[Sequence[Entry], str]:
+    """Return the first `limit` entries of a list in which numbers fall, and the token of the next page, which is the
+    number of the last of these entries; it is empty if nothing is left."""
+    return entries[:limit], str(number(entries[limit - 1])) if len(entries) > limit else ""
+
+
 def page(entries: Sequence[Entry], key: Callable[[Entry], tuple[str, str]], size: int, token: str) -> tuple[int, int]:
     """Return begin and end of a page in a list that is sorted by `key`. Raises InvalidRequest.
 
@@ -39,7 +45,7 @@ def page(entries: Sequence[Entry], key: Callable[[Entry], tuple[str, str]], size
             *last, shown = json.loads(urlsafe_b64decode(token))
             first, second = map(str, last)
             begin = bisect_left(entries, (first, second), key=key) + max(0, int(shown))
-            # Of the shown entries with this key some may be gone.
+            # Some of the shown entries with this key may be gone.
             begin = min(begin, bisect_right(entries, (first, second), key=key))
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise _unknown(token) from None

@@ -9,7 +9,7 @@ from grpc import StatusCode
 from meridian.v1 import audit_pb2, audit_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest
-from meridian_control.common.paging import checked
+from meridian_control.common.paging import checked, newest_page
 from meridian_control.server.audit_log import PACKAGE, full_name, wanted
 from meridian_control.server.roles import RULES
 
@@ -48,8 +48,7 @@ class AuditService(audit_pb2_grpc.AuditServiceServicer):
         if request.method and not records and not request.page_token and full_name(request.method) not in RULES:
             methods = (method.removeprefix(PACKAGE) for method in RULES if method.startswith(PACKAGE))
             raise InvalidRequest.unknown_name("method", request.method, methods)
-        page = records[:limit]
-        token = str(page[-1].id) if len(records) > limit else ""
+        page, token = newest_page(records, limit, lambda record: record.id)
         return audit_pb2.ListAuditResponse(records=page, next_page_token=token)
 
 

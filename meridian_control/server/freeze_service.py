@@ -10,7 +10,7 @@ from meridian.v1 import freeze_pb2, freeze_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.look import time_text
-from meridian_control.common.paging import checked
+from meridian_control.common.paging import checked, newest_page
 from meridian_control.common.plain_data import same
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.server.interceptor import said_by
@@ -65,8 +65,8 @@ class FreezeService(freeze_pb2_grpc.FreezeServiceServicer):
     ) -> freeze_pb2.ListFreezesResponse:
         limit, before = checked(request.page_size, request.page_token)
         left = [freeze for freeze in await self._store.look() if before is None or freeze.freeze_id < before]
-        token = str(left[limit - 1].freeze_id) if len(left) > limit else ""
-        return freeze_pb2.ListFreezesResponse(freezes=map(_to_message, left[:limit]), next_page_token=token)
+        page, token = newest_page(left, limit, lambda freeze: freeze.freeze_id)
+        return freeze_pb2.ListFreezesResponse(freezes=map(_to_message, page), next_page_token=token)
 
 
 def _duration(request: freeze_pb2.FreezeRequest) -> timedelta:

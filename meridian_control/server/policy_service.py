@@ -14,7 +14,7 @@ import grpc
 from meridian.v1 import policy_pb2, policy_pb2_grpc
 
 from meridian_control.common.errors import InvalidRequest, NotFound
-from meridian_control.common.paging import checked
+from meridian_control.common.paging import checked, newest_page
 from meridian_control.common.plain_data import same
 from meridian_control.policy.diff import Subject, diff, explain
 from meridian_control.policy.formats import from_proto, to_proto
@@ -88,9 +88,7 @@ class PolicyService(policy_pb2_grpc.PolicyServiceServicer):
         self, request: policy_pb2.ListRevisionsRequest, context: Context
     ) -> policy_pb2.ListRevisionsResponse:
         limit, before = checked(request.page_size, request.page_token)
-        revisions = await self._store.history(limit + 1, before)
-        page = revisions[:limit]
-        token = str(page[-1].revision) if len(revisions) > limit else ""
+        page, token = newest_page(await self._store.history(limit + 1, before), limit, lambda header: header.revision)
         return policy_pb2.ListRevisionsResponse(revisions=map(_header, page), next_page_token=token)
 
     async def DiffPolicies(  # noqa: N802

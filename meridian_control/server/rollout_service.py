@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from meridian.v1 import fleet_pb2, rollout_pb2, rollout_pb2_grpc
 
 from meridian_control.common.errors import EtagMismatch, InvalidRequest, NotFound
-from meridian_control.common.paging import checked
+from meridian_control.common.paging import checked, newest_page
 from meridian_control.policy.diff import diff
 from meridian_control.policy.formats import from_proto, from_proto_as
 from meridian_control.policy.shortening_kinds import warnings
@@ -100,9 +100,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.ListRolloutsRequest, context: Context
     ) -> rollout_pb2.ListRolloutsResponse:
         limit, before = checked(request.page_size, request.page_token)
-        rollouts = await self._store.history(limit + 1, before)
-        page = rollouts[:limit]
-        token = str(page[-1].rollout_id) if len(rollouts) > limit else ""
+        page, token = newest_page(await self._store.history(limit + 1, before), limit, lambda one: one.rollout_id)
         return rollout_pb2.ListRolloutsResponse(rollouts=[r.message() for r in page], next_page_token=token)
 
     async def PauseRollout(  # noqa: N802

@@ -413,6 +413,20 @@ REFUSED = [
 ]
 
 
+async def test_a_page_continues_after_the_last_freeze_shown(control: Control) -> None:
+    for seconds in (600, 500, 400):
+        await freeze(control.target, seconds)
+    async with calling(control.target) as clients:
+        first = await clients.freeze.ListFreezes(freeze_pb2.ListFreezesRequest(page_size=1))
+        await thaw(control.target, 3)
+        await freeze(control.target, 300)
+        await freeze(control.target, 200)
+        request_ = freeze_pb2.ListFreezesRequest(page_token=first.next_page_token)
+        second = await clients.freeze.ListFreezes(request_)
+    assert [[one.freeze_id for one in page.freezes] for page in (first, second)] == [[3], [2, 1]]
+    assert not second.next_page_token
+
+
 async def test_what_cannot_be_asked_for(control: Control) -> None:
     for request_, said in REFUSED:
         async with calling(control.target) as clients:
