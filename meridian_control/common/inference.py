@@ -120,34 +120,6 @@ def binomial_lower(successes: int, trials: int, confidence: float) -> float:
     return _root(lambda p: regularized_beta(p, successes, trials - successes + 1) >= 1 - confidence)
 
 
-def most_successes(trials: int, limit: float, confidence: float) -> int:
-    """Return the most successes of so many trials whose upper bound is at most `limit`; -1 if no number is."""
-    most = -1
-    while most + 1 < trials and binomial_upper(most + 1, trials, confidence) <= limit:
-        most += 1
-    return most
-
-
-def chance_of_at_most(most: int, trials: int, harm: float, seen: int) -> float:
-    """Return the probability that at most `most` of `trials` further trials are events, if `harm` of `seen` earlier
-    ones were; most is below trials.
-
-    The number of events is beta-binomial: the probability of an event has the Jeffreys posterior of the earlier trials,
-    Beta(harm + 1/2, seen - harm + 1/2) (Brown, Cai and DasGupta, Statistical Science 16, 2001).
-    """
-    a, b = harm + 0.5, seen - harm + 0.5
-    log_chance = _log_beta(a, b + trials) - _log_beta(a, b)
-    chance = 0.0
-    for events in range(most + 1):
-        chance += math.exp(log_chance)
-        log_chance += math.log((trials - events) * (a + events) / ((events + 1) * (b + trials - events - 1)))
-    return min(1.0, chance)
-
-
-def _log_beta(a: float, b: float) -> float:
-    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-
-
 def student_quantile(confidence: float, freedom: float) -> float:
     """Return the t for which a Student t variable lies between -t and t with this probability.
 

@@ -1,22 +1,23 @@
 """Chooses the rule and the thresholds that end thinking once the answer is settled.
 
-A rule is chosen on one half of a trace's requests, and its figures are reported on the other half. If the labels put
-requests into groups, a group lies in one half as a whole, and groups take the place of requests in all statistics. The
-module owns the choice, its statistics and the resulting policy. Groups need scipy, from the extra `calibrate`. The
-module's functions are pure.
+One half of a trace's requests chooses rules and their order; the other half tests them in this order, and figures are
+reported on it. If the labels put requests into groups, a group lies in one half as a whole, and groups take the place
+of requests in all statistics. The module owns the choice, its statistics and the resulting policy. Groups need scipy,
+from the extra `calibrate`. The module's functions are pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meridian_control.common.inference import binomial_upper, chance_of_at_most, confidence_of, most_successes
+from meridian_control.common.inference import binomial_upper, confidence_of
 from meridian_control.offline.calibrated_policy import floor_of, policy_of
-from meridian_control.offline.candidates import give_ups, loosened, paired, single_rules
+from meridian_control.offline.candidates import give_ups, paired, single_rules
 from meridian_control.offline.correctness import RIGHT
 from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import CAP, SIGNALS, SOFT, Replay, StoppingRule, Stops, either
@@ -34,6 +35,11 @@ RESAMPLES = 2000
 # A pair of rules is preferred to the best single rule, and a give-up rule to none, only if it saves this share of the
 # thinking more.
 PAIR_MUST_ADD = 0.02
+# The first half must bound this multiple of a rule's harm, because a rule at the limit leaves none for a give-up rule.
+SPARE = 2
+# A rule is tested only if it saves more than this share of what the target saves, because a proof ends the search for a
+# better rule.
+WORTH_PROVING = 0.5
 # Number of rules of each family that are paired with rules of other families, and the largest harm that such a rule may
 # do alone, in multiples of max_loss.
 PAIRED_RULES, PAIRED_LOSS = 5, 2
@@ -77,8 +83,8 @@ class SecondThreshold:
     """The give-up rule that was chosen, alone and together with the best rule, if there is one.
 
     given_up: requests of the half not used for choosing that the give-up rule ends sooner than the best rule. proved:
-    the bound of the harm of both rules together is within the allowed loss on that half. in_force: the rule is proved,
-    and the best rule is recommended.
+    the bound of the harm of both rules together is within the allowed loss on that half. in_force: so are those of all
+    rules that are tested before.
     """
 
     rule: StoppingRule
@@ -90,9 +96,9 @@ class SecondThreshold:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result. best: the rule that was chosen on the first half. confirmed: on the half not used for choosing, the
-    bound of its harm is within the allowed loss. groups: number of groups of requests, 0 if requests are independent.
-    tried: the rules of each family that stop a request of the first half.
+    """The result. best: the proved rule that saves most, or if none is proved, the first one that was tested.
+    confirmed: whether it is proved. groups: number of groups of requests, 0 if requests are independent. tried: the
+    rules of each family that stop a request of the first half.
     """
 
     # Empty for a calibration that nobody weighs.
@@ -100,7 +106,7 @@ class Calibration:
     halves: Halves = field(compare=False, repr=False)
     tried: dict[str, list[Tried]] = field(compare=False, repr=False)
     best: Point | None
-    # The best fixed cap, chosen in the same way.
+    # The best fixed cap, chosen and proved in the same way.
     fixed_cap: Point | None
     second: SecondThreshold | None
     confirmed: bool
@@ -151,8 +157,12 @@ def calibrate(
     unattended: bool = False,
 ) -> Calibration:
     """Choose a rule from a trace and compute its figures. split: number of the split into halves. families: those that
-    are tried, beside the fixed cap. unattended: nobody weighs the result, so that only the bound on the other half
-    counts: the rule is the one from which most is to be expected, and no separation of signals is measured.
+    are tried, beside the fixed cap. unattended: nobody weighs the result, so that only the bounds on the other half
+    count, and no separation of signals is measured.
+
+    The other half tests rules one after the other until it does not prove one (fixed sequence testing, as in Learn then
+    Test, arXiv 2110.01052). The first half has settled their order, so a rule that loses more than is allowed can be
+    proved only if the bound of the first such rule fails, and no bound needs a correction for the number of rules.
 
     Raises TooFewRequests.
     """
@@ -171,44 +181,43 @@ def calibrate(
         family: [t.rule for t in pareto(tried[family]) if t.harm <= PAIRED_LOSS * goal.max_loss] for family in usable
     }
     pairs = {family: halves.tried(rules) for family, rules in paired(cautious, PAIRED_RULES).items()}
-    choose = halves.likeliest if unattended else halves.best
-    single = choose([t for family in usable for t in tried[family]])
-    best = choose([t for tries in pairs.values() for t in tries])
-    if best is None or (single is not None and best.saved <= single.saved + PAIR_MUST_ADD):
-        best = single
+    target = halves.target([t for family in usable for t in tried[family]], SPARE)
+    pair = halves.target([t for tries in pairs.values() for t in tries], SPARE)
+    if pair is not None and (target is None or pair.saved > target.saved + PAIR_MUST_ADD):
+        target = pair
 
-    point, cap = halves.point(best) if best is not None else None, halves.best(tried[CAP])
-    # The second half tests only this rule, so its bound needs no correction for the number of rules that were tried
-    # (Learn then Test, arXiv 2110.01052).
-    confirmed = point is not None and point.held_out.harm_bound <= goal.max_loss
-    judged = np.concatenate([fit, held_out])
-    second = _second(halves, best, confirmed)
+    family = (tried | pairs)[target.rule.family] if target is not None else []
+    path, alone = halves.path(family, target), halves.target(family)
+    if give_up_path := _give_up_path(halves, target, alone.saved if alone is not None else 0.0):
+        # Give-up rules, each together with the target, are tested next.
+        path = [t for t in path if target is not None and t.saved <= target.saved]
+    best, proved = halves.proved(path)
+    second = _second(halves, best, give_up_path, is_tested=proved == len(path))
     given_up = (second.rule, second.in_force) if second is not None else None
+    cap, proved_caps = halves.proved(halves.path(tried[CAP], halves.target(tried[CAP])))
+    judged = np.concatenate([fit, held_out])
     return Calibration(
         separations=separations,
         halves=halves,
         tried=tried | pairs,
-        best=point,
+        best=halves.point(best) if best is not None else None,
         fixed_cap=halves.point(cap) if cap is not None else None,
         second=second,
-        confirmed=confirmed,
+        confirmed=proved > 0,
         groups=len(set(unit[fit])) + len(set(unit[held_out])) if replay.judge.groups else 0,
         policy=_with_goal(
-            policy_of(replay, best.rule if best and confirmed else None, good, judged, unit[judged], second=given_up),
-            calibrated_cap(halves, cap),
+            policy_of(replay, best.rule if best and proved else None, good, judged, unit[judged], second=given_up),
+            _cap_tokens(halves, cap if proved_caps else None),
             goal,
         ),
     )
 
 
-def calibrated_cap(halves: Halves, chosen: Tried | None) -> int:
-    """Return the smallest cap whose loss is within the allowed loss on both halves, in thinking tokens: the chosen cap
-    if the other half proves it, or else the longest thinking of the trace, which no cap shortens.
-
-    chosen: the cap that saves most within the allowed loss on the first half.
-    """
-    if chosen is not None and halves.point(chosen).held_out.harm_bound <= halves.goal.max_loss:
-        return int(chosen.rule.scheduler["max_think_tokens"])
+def _cap_tokens(halves: Halves, proved: Tried | None) -> int:
+    """Return the smallest cap whose loss is proved to be within the allowed loss, in thinking tokens: without a proved
+    cap the longest thinking of the trace, which no cap shortens."""
+    if proved is not None:
+        return int(proved.rule.scheduler["max_think_tokens"])
     judged = np.concatenate([halves.fit, halves.held_out])
     return int(halves.replay.episodes.natural_tokens[judged].max())
 
@@ -221,29 +230,38 @@ def _with_goal(policy: Policy, cap_tokens: int, goal: Goal) -> Policy:
     return policy.model_copy(update={"scheduler": scheduler, "entropy": entropy})
 
 
-def _second(halves: Halves, first: Tried | None, confirmed: bool) -> SecondThreshold | None:
-    """Choose a give-up rule that acts together with the rule `first`; None if none is found.
+def _give_up_path(halves: Halves, first: Tried | None, alone: float) -> list[Tried]:
+    """Return give-up rules, each together with the rule `first`, in the order of their tests; empty if none adds much.
 
-    The harm is that of both rules. The proxy counts each answer that changes as harm, so it cannot judge the rule.
+    The harm is that of both rules. The proxy counts each answer that changes as harm, so it cannot judge the rules.
+    alone: what a rule of the first one's family saves on the first half without a give-up rule.
     """
     replay, fit = halves.replay, halves.fit
     if replay.judge.is_proxy:
-        return None
+        return []
     rules = give_ups(replay, fit, first.rule if first else None, floor_of(replay, first.rule, fit) if first else 0)
     tried = halves.tried([either(first.rule, rule) if first else rule for rule in rules])
-    chosen = halves.best(tried)
-    if chosen is None or chosen.saved <= (first.saved if first else 0.0) + PAIR_MUST_ADD:
+    adding = [t for t in tried if t.saved > alone + PAIR_MUST_ADD]
+    return halves.path(adding, halves.target(adding))
+
+
+def _second(halves: Halves, best: Tried | None, path: list[Tried], *, is_tested: bool) -> SecondThreshold | None:
+    """Return the give-up rule that is proved, or else the first one; None without any. is_tested: whether all rules
+    that are tested before the path are proved."""
+    chosen, proved = halves.proved(path if is_tested else path[:1])
+    if chosen is None:
         return None
+    rule = chosen.rule.parts[-1]
+    if best is not None and not is_tested:
+        (chosen,) = halves.tried([either(best.rule, rule)])
+    before = best.stops.at_tokens if best is not None else np.full(len(chosen.stops.at_tokens), np.inf)
     together = halves.point(chosen)
-    before = first.stops.at_tokens if first else np.full(len(chosen.stops.at_tokens), np.inf)
-    sooner = chosen.stops.at_tokens < before
-    proved = together.held_out.harm_bound <= halves.goal.max_loss
     return SecondThreshold(
-        rule=chosen.rule.parts[-1],
+        rule=rule,
         together=together,
-        given_up=int(sooner[halves.held_out].sum()),
-        proved=proved,
-        in_force=proved and (confirmed or first is None),
+        given_up=int((chosen.stops.at_tokens < before)[halves.held_out].sum()),
+        proved=together.held_out.harm_bound <= halves.goal.max_loss,
+        in_force=is_tested and proved > 0,
     )
 
 
@@ -298,11 +316,12 @@ class Halves:
         harm: NDArray[np.float64] = np.bincount(unit, lost) / np.bincount(unit)
         return harm
 
-    def _bound(self, harm: NDArray[np.float64]) -> float:
-        """Return the upper bound of the expected harm; exact if each unit is one request that is right or wrong."""
+    def _bound(self, harm: NDArray[np.float64], times: int = 1) -> float:
+        """Return the upper bound of the expected harm if so many times as much were seen; exact if each unit is one
+        request that is right or wrong."""
         if self._counts:
-            return binomial_upper(round(harm.sum()), len(harm), self.goal.bound_confidence)
-        return mean_bound(float(harm.mean()), len(harm), self.goal.bound_confidence)
+            return binomial_upper(times * round(harm.sum()), len(harm), self.goal.bound_confidence)
+        return mean_bound(min(1.0, times * float(harm.mean())), len(harm), self.goal.bound_confidence)
 
     @cached_property
     def _counts(self) -> bool:
@@ -311,37 +330,32 @@ class Halves:
         natural = judge.natural[~np.isnan(judge.natural)]
         return not judge.groups and bool(np.isin(judge.right, (0, 1)).all() and np.isin(natural, (0, 1)).all())
 
-    def best(self, tried: Sequence[Tried]) -> Tried | None:
-        """Return the rule that saves most within half the allowed loss, and whose bound is within the allowed loss.
+    def _is_safe(self, candidate: Tried, half: NDArray[np.intp], times: int = 1) -> bool:
+        """Whether a half bounds so many times the harm of a rule by the allowed loss. Only harm counts as loss, because
+        requests that become right by being stopped do so by chance."""
+        return self._bound(self._harm(candidate.stops, half), times) <= self.goal.max_loss
 
-        The bound is that of the harm with laxer thresholds, because a threshold that the first half only just allows
-        would often fail on the other half. Only harm counts as loss, because requests that become right by being
-        stopped do so by chance.
-        """
-        allowed = self.goal.max_loss
-        for candidate in sorted(tried, key=lambda t: -t.saved):
-            if candidate.saved <= 0:
-                break
-            if candidate.harm > allowed / 2:
-                continue
-            if self._bound(self._harm(self._try(loosened(candidate.rule)).stops, self.fit)) <= allowed:
-                return candidate
-        return None
+    def target(self, tried: Sequence[Tried], times: int = 1) -> Tried | None:
+        """Return the rule that saves most of those that the first half finds safe at so many times their harm."""
+        saving = sorted((t for t in tried if t.saved > 0), key=lambda t: (-t.saved, t.harm))
+        return next((t for t in saving if self._is_safe(t, self.fit, times)), None)
 
-    def likeliest(self, tried: Sequence[Tried]) -> Tried | None:
-        """Return the rule from which most saving is to be expected: its saving times the probability that the other
-        half proves it.
+    def path(self, tried: Sequence[Tried], target: Tried | None) -> list[Tried]:
+        """Return rules in the order in which the other half tests them: harm and saving on the first half rise, and the
+        target is one of them. target: of these rules; without one, no rule is tested."""
+        path = list[Tried]()
+        least = WORTH_PROVING * target.saved if target is not None else np.inf
+        for candidate in sorted(tried, key=lambda t: (t.harm, t.saved)):
+            if candidate.saved > least:
+                path.append(candidate)
+                least = candidate.saved
+        return path
 
-        Its harm is that with laxer thresholds, because of many rules the one with the least harm has been lucky, too.
-        """
-        here, there = (len(np.unique(self.unit[half])) for half in (self.fit, self.held_out))
-        allowed = most_successes(there, self.goal.max_loss, self.goal.bound_confidence)
-        chosen, most = None, 0.0
-        for candidate in tried:
-            harm = float(self._harm(self._try(loosened(candidate.rule)).stops, self.fit).sum())
-            if (expected := candidate.saved * chance_of_at_most(allowed, there, harm, here)) > most:
-                chosen, most = candidate, expected
-        return chosen
+    def proved(self, path: list[Tried]) -> tuple[Tried | None, int]:
+        """Return the last rule that the other half proves, or if it proves none, the first; and how many it proves: all
+        before the first that it does not."""
+        safe = list(takewhile(lambda t: self._is_safe(t, self.held_out), path))
+        return (safe[-1] if safe else path[0] if path else None), len(safe)
 
     def point(self, candidate: Tried) -> Point:
         return Point(

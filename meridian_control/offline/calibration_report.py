@@ -140,22 +140,21 @@ def recommendation(result: Calibration, goal: Goal) -> str:
     if best is None:
         return (
             "Nothing is recommended: on the half on which rules are chosen, no rule whose signal separates saves "
-            f"thinking at a loss of at most {_points(goal.max_loss / 2)} %, half of the allowed loss, with an upper "
-            f"bound of at most {_points(goal.max_loss)} %. {_needed_at_best(result, goal)} The policy stays in shadow."
+            f"thinking and, with twice its harm, has an upper bound of at most {_points(goal.max_loss)} %. "
+            f"{_needed_at_best(result, goal)} The policy stays in shadow."
         )
     figures = best.held_out
     text = (
         f"Best: {best.rule}. The rule saves {percent(figures.saved)} {_range(figures.saved_interval)} of the thinking, "
         f"less the probes' tokens, and changes accuracy by {points_of(figures.accuracy_change)} points "
         f"{_range(figures.accuracy_interval)}. "
-        f"The stop made {figures.harmful} of {figures.requests} requests wrong. The rule costs at most "
-        f"{_bound(figures)} points of accuracy with {_confidence(goal)}"
+        f"The stop made {figures.harmful} of {figures.requests} requests wrong. "
     )
-    allowed = f"the allowed {_points(goal.max_loss)}"
     if result.confirmed:
-        text += f", which is within {allowed}."
+        text += _proved("The rule costs", goal)
     else:
-        text += f", which exceeds {allowed}, so the policy stays in shadow: {_unproved(result, goal)}"
+        text += f"The rule costs at most {_bound(figures)} points of accuracy with {_confidence(goal)}, which exceeds "
+        text += f"the allowed {_points(goal.max_loss)}, so the policy stays in shadow: {_unproved(result, goal)}"
     if result.fixed_cap is not None:
         cap = result.fixed_cap
         text += f" A fixed cap chosen in the same way, {cap.rule}, saves {percent(cap.held_out.saved)}."
@@ -179,19 +178,25 @@ def second_threshold(result: Calibration, replay: Replay, goal: Goal) -> str:
         text += f"{percent(first.held_out.saved)} of the thinking"
     else:
         text += f"It saves {percent(figures.saved)} of the thinking"
-    text += (
-        f" and gives up {second.given_up} of {figures.requests} requests. {'Both cost' if first else 'It costs'} at "
-        f"most {_bound(figures)} points of accuracy with {_confidence(goal)}, "
-    )
-    allowed = f"the allowed {_points(goal.max_loss)}"
+    text += f" and gives up {second.given_up} of {figures.requests} requests. "
+    cost, allowed = "Both cost" if first else "It costs", f"the allowed {_points(goal.max_loss)}"
     if second.in_force:
-        return text + f"which is within {allowed}."
+        return text + _proved(cost, goal)
+    text += f"{cost} at most {_bound(figures)} points of accuracy with {_confidence(goal)}, "
     if second.proved:
-        return text + f"which is within {allowed}, but the best rule is not recommended, so the second stays in shadow."
+        return text + (
+            f"which is within {allowed}, but not all rules that are tested before are proved, so the second stays in "
+            "shadow."
+        )
     stays = (
         "stays in shadow" if result.policy.entropy.give_up_tokens else "is left out, as its probes would cost tokens"
     )
     return text + f"which exceeds {allowed}, so the second threshold {stays}: {_unproved(result, goal)}"
+
+
+def _proved(cost: str, goal: Goal) -> str:
+    """Say what is proved. Of a rule that is one of several tested, only the loss at which it was tested is proved."""
+    return f"{cost} at most the allowed {_points(goal.max_loss)} points of accuracy with {_confidence(goal)}."
 
 
 def _bound(figures: Figures) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import reduce
 from itertools import combinations, product
 from typing import TYPE_CHECKING, TypeVar
 
@@ -51,9 +50,6 @@ RANKS = (1, 2, 3, 5, 10, 20, 50, 100)
 DEPTHS = (1, 2, 3)
 # Values of confirm_sentence_ends that are tried with each rule.
 CONFIRMATIONS = (1, 2)
-# Factors that loosen thresholds and shorten budgets, to test whether a rule only just keeps within the allowed loss.
-LAXER, SHORTER = 1.25, 0.9
-LOOSENED = ("eat_level_threshold_nats", "eat_ema_variance_threshold", "eat_probe_max_rank")
 # Bounds of the rank conditions that arXiv 2508.17627 published.
 PUBLISHED = ((5,), (10, 50, 100, 1000), (20, 20, 20), (50, 50, 50, 50, 50, 50))
 RATIOS = (1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)
@@ -121,32 +117,6 @@ def _confirmed(rules: list[StoppingRule]) -> list[StoppingRule]:
         for rule in rules
         if rule.entropy or number == 1
     ]
-
-
-def loosened(rule: StoppingRule) -> StoppingRule:
-    """Return the rule with every threshold loosened by a quarter and every token budget shortened by a tenth."""
-    if rule.either:
-        return reduce(either, map(loosened, rule.either))
-    entropy, scheduler = dict(rule.entropy), dict(rule.scheduler)
-    for name in LOOSENED:
-        if name in entropy:
-            entropy[name] = LAXER * entropy[name]
-    if "rank_conditions" in entropy:
-        entropy["rank_conditions"] = tuple(
-            RankCondition(max_ranks=tuple(math.ceil(LAXER * bound) for bound in condition.max_ranks))
-            for condition in entropy["rank_conditions"]
-        )
-    if "give_up_tokens" in entropy:
-        entropy["give_up_tokens"] = int(SHORTER * entropy["give_up_tokens"])
-        entropy["give_up_eat_nats"] /= LAXER
-    if "rpdi_threshold" in entropy:
-        entropy["rpdi_threshold"] = 1 + (entropy["rpdi_threshold"] - 1) / LAXER
-    if "soft_close_rank" in scheduler:
-        scheduler["soft_close_rank"] = math.ceil(LAXER * scheduler["soft_close_rank"])
-    for name in ("soft_think_tokens", "max_think_tokens"):
-        if name in scheduler:
-            scheduler[name] = int(SHORTER * scheduler[name])
-    return StoppingRule(rule.family, entropy, scheduler)
 
 
 def eat_rule(

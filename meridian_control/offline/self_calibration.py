@@ -113,9 +113,10 @@ def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
     result = calibrate(replay, goal, families=[EAT_SENTENCE], unattended=True)
     if (point := result.recommended) is None:
         if result.best is None:
-            return {"requests": requests, "why": "no rule is expected to save anything"}
-        bound = result.best.held_out.harm_bound
-        why = f"{result.best.rule} may lose {percent(bound, 2)}, more than the allowed {percent(goal.max_loss, 2)}"
+            why = "no rule that saves anything loses little enough on the half that chooses"
+        else:
+            bound = result.best.held_out.harm_bound
+            why = f"{result.best.rule} may lose {percent(bound, 2)}, more than the allowed {percent(goal.max_loss, 2)}"
         return {"requests": requests, "why": why}
     if point.held_out.saved <= 0:
         return {"requests": requests, "why": f"{point.rule} saves nothing on the half that did not choose it"}
@@ -124,7 +125,7 @@ def found(base: Policy, rows: Sequence[Episode], goal: Goal) -> dict[str, Any]:
         "text": str(point.rule),
         "entropy": {name: getattr(policy.entropy, name) for name in CHOSEN},
         "floor_tokens": max(base.scheduler.min_think_tokens, policy.scheduler.min_think_tokens),
-        "bound": point.held_out.harm_bound,
+        "bound": goal.max_loss,
         "saved": point.held_out.saved,
         "reference": [eat_bin.model_dump() for eat_bin in policy.entropy.eat_reference],
     }

@@ -28,7 +28,7 @@ PRINTS = (
     "thinking ended: the model ended it",
     "first rule to fire",
     "a.trace: ",
-    "within the allowed 2.0",
+    "at most the allowed 2.0 points",
     "running",
     "meridian_engines 1.0",
     "as at first",

@@ -13,7 +13,7 @@ from meridian_control.cli.main import app
 from meridian_control.common.inference import binomial_upper
 from meridian_control.engine.request_table import RequestTable
 from meridian_control.offline.calibrated_policy import policy_of
-from meridian_control.offline.calibration import calibrate
+from meridian_control.offline.calibration import PAIR_MUST_ADD, SPARE, calibrate
 from meridian_control.offline.calibration_report import report, second_threshold
 from meridian_control.offline.candidates import give_ups, single_rules
 from meridian_control.offline.correctness import from_labels, from_probes
@@ -142,7 +142,7 @@ def test_hopeless_requests_are_given_up_and_the_loss_of_both_rules_is_proved(tmp
     assert found.policy.scheduler.min_think_tokens <= entropy.give_up_tokens
     told = second_threshold(found, replayed, GOAL)
     assert f"gives up {found.second.given_up} of {figures.requests} requests. Both cost at most" in told
-    assert told.endswith("which is within the allowed 10.0.")
+    assert told.endswith(" at most the allowed 10.0 points of accuracy with 95 % confidence.")
     written = json.loads(json.dumps(report(found, replayed, GOAL), allow_nan=False))["second_threshold"]
     assert (written["proved"], written["rule"]) == (True, str(found.second.rule))
     assert written["together"]["held_out"]["harm_bound"] == figures.harm_bound
@@ -165,6 +165,33 @@ def test_what_is_not_proved_on_the_other_half_stays_in_shadow(tmp_path: Path) ->
     assert entropy.give_up_tokens == found.second.rule.entropy["give_up_tokens"] > 0
     told = second_threshold(found, replayed, GOAL)
     assert "which exceeds the allowed 10.0, so the second threshold stays in shadow: the loss is not proved" in told
+
+
+def test_after_a_rule_that_is_not_proved_it_stays_in_shadow(tmp_path: Path) -> None:
+    """In the second half, answers are still wrong where the target stops, and right where safer rules stop. The give-up
+    rule is tested after the target, so that its own bound proves nothing then."""
+    requests = mixed(140, **ONLY_EAT)
+    before = calibrate(replay(tmp_path / "before", requests), GOAL, SPLIT)
+    assert before.recommended is not None
+    halves, tried = before.halves, before.tried[before.recommended.rule.family]
+    target = halves.target(tried, SPARE)
+    assert target is not None
+    assert target.rule == before.recommended.rule
+    early, late = target.stops.at_tokens, halves.path(tried, target)[0].stops.at_tokens
+    where = {halves.replay.episodes.ids[n]: early[n] for n in halves.held_out if early[n] < late[n]}
+    for request in requests:
+        if request.request_id in where and not is_hopeless(request):
+            request.settled_tokens = int(where[request.request_id]) + 1
+    found = calibrate(replay(tmp_path, requests), GOAL, SPLIT)
+    assert found.recommended is not None
+    assert found.recommended.held_out.saved < before.recommended.held_out.saved
+    assert found.second is not None
+    assert (found.second.proved, found.second.in_force, found.policy.entropy.give_up_shadow) == (True, False, True)
+    told = second_threshold(found, halves.replay, GOAL)
+    assert told.endswith("but not all rules that are tested before are proved, so the second stays in shadow.")
+    (together,), alone = halves.tried([either(target.rule, found.second.rule)]), halves.target(tried)
+    assert alone is not None
+    assert together.saved > alone.saved + PAIR_MUST_ADD, "else a rule beyond the target would save as much"
 
 
 @pytest.mark.parametrize(("family", "shadowed"), [(RANK, False), (EAT_SENTENCE, True)])

@@ -15,10 +15,8 @@ from meridian_control.common.inference import (
     Sums,
     binomial_lower,
     binomial_upper,
-    chance_of_at_most,
     difference,
     evidence,
-    most_successes,
     regularized_beta,
     saved_ratio,
     student_quantile,
@@ -43,17 +41,6 @@ def test_binomial_bounds(successes: int, trials: int, confidence: float) -> None
         exact = stats.binomtest(successes, trials, alternative=alternative).proportion_ci(confidence, method="exact")
         expected = exact.high if alternative == "less" else exact.low
         assert bound(successes, trials, confidence) == pytest.approx(expected, abs=1e-9)
-
-
-@given(st.floats(0, 30), st.integers(30, 400), st.integers(1, 400), st.sampled_from([0.01, 0.05, 0.2]))
-def test_the_chance_to_prove(harm: float, seen: int, trials: int, limit: float) -> None:
-    # The bounds are those of `test_binomial_bounds`; the bound of as many events as trials is 1.
-    bounds = stats.beta.ppf(0.95, np.arange(trials) + 1, trials - np.arange(trials))
-    few_enough = np.flatnonzero(bounds <= limit).tolist()
-    expected = stats.betabinom.pmf(few_enough, trials, harm + 0.5, seen - harm + 0.5).sum() if few_enough else 0.0
-    most = most_successes(trials, limit, 0.95)
-    assert [*range(most + 1)] == few_enough
-    assert chance_of_at_most(most, trials, harm, seen) == pytest.approx(expected, abs=1e-9)
 
 
 def test_no_trials_say_nothing() -> None:
