@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meridian_relay.texts import MarkerSplit, ReceivedText, StopMatch, touches
+from tests.reached import reached, reaches
 
 MARKER = "</think>"
-TEXT = st.lists(st.sampled_from(["a", "b", "ab", "<", "</", "think", ">", "</think>", " "]), max_size=12)
+TEXT = st.lists(st.sampled_from(["a", "b", "ab", "<", "</", "think", ">", "</think>", " "]), min_size=6, max_size=12)
 
 
+@reaches("a marker", "no marker")
 @given(TEXT)
 def test_a_marker_may_be_cut_anywhere(parts: list[str]) -> None:
     split, before, after = MarkerSplit(MARKER), "", ""
@@ -21,9 +23,11 @@ def test_a_marker_may_be_cut_anywhere(parts: list[str]) -> None:
         assert MARKER not in before
     before += split.flush()
     thought, mark, answer = "".join(parts).partition(MARKER)
+    reached("a marker" if mark else "no marker")
     assert (before, after, split.over) == (thought, answer, bool(mark))
 
 
+@reaches("a stop string", "the text's end")
 @given(TEXT, st.lists(st.sampled_from(["a", "ba", "bab", " a", "b<"]), max_size=3), st.booleans())
 def test_stop_strings_are_found_wherever_text_is_cut(parts: list[str], stops: list[str], include: bool) -> None:
     match, sent, found = StopMatch(stops, include), "", None
@@ -38,12 +42,11 @@ def test_stop_strings_are_found_wherever_text_is_cut(parts: list[str], stops: li
     ends = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
     if not ends:
         assert (sent, found) == (text, None)
+        reached("the text's end")
         return
     end, stop = min(ends, key=lambda each: each[0])
-    assert found is not None
-    assert sent == text[: end if include else end - len(found)]
-    assert text[:end].endswith(found)
-    assert include or len(found) == len(stop) or text[:end].endswith(stop)
+    assert (sent, found) == (text[: end if include else end - len(stop)], stop)
+    reached("a stop string")
 
 
 def test_a_stop_string_may_begin_in_text_that_was_sent() -> None:

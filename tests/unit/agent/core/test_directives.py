@@ -18,6 +18,7 @@ from meridian_agent.core.probe_admission import MAX_HOLD_MS
 from meridian_agent.core.sentences import TokenText, table_of
 from meridian_agent.core.step_record import NOT_KNOWN, Outcome, Tier
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
+from tests.reached import reached, reaches
 from tests.unit.directive_messages import TWO, cap, force, message, model_stops, plan, text_until_end
 
 if TYPE_CHECKING:
@@ -509,6 +510,7 @@ def test_a_draft_that_only_the_workers_know_may_end_thinking_before_the_cap() ->
 drafts_strategy = st.lists(st.sampled_from([TEXT, TEXT, 91, END, START]), max_size=3)
 
 
+@reaches("an end by the cap")
 @given(
     st.integers(0, 12),
     st.sampled_from([MARKERS, TWO]),
@@ -516,7 +518,7 @@ drafts_strategy = st.lists(st.sampled_from([TEXT, TEXT, 91, END, START]), max_si
         st.tuples(
             drafts_strategy, st.lists(st.sampled_from([TEXT, TEXT, TEXT, 91, END, 5, 6]), min_size=4, max_size=4)
         ),
-        min_size=1,
+        min_size=13,
         max_size=20,
     ),
     st.lists(st.booleans(), min_size=20, max_size=20),
@@ -550,6 +552,7 @@ def test_caps_are_exact_with_any_drafts(
         # The model's last token before the cap may begin the marker; then the agent completes this marker.
         begun = len(markers.end) > 1 and yielded[:limit][-1:] == [markers.end[0]]
         assert tr.state.think_tokens == limit - begun
+        reached("an end by the cap")
 
 
 @pytest.mark.parametrize("by_cap", [True, False])

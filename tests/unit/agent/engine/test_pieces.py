@@ -10,15 +10,19 @@ from hypothesis import strategies as st
 
 from meridian_agent.engine.prefill_limits import leave_room, limit_for, piece_limit
 from meridian_agent.vllm_adapter.scheduler_api import piece_limits, wanted_tokens
+from tests.reached import reached, reaches
 
 
+@reaches("pieces that fit", "pieces that are cut")
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=6), st.integers(0, 2000))
 def test_pieces_share_what_is_left(pieces: list[int], spare: int) -> None:
     """Pieces take all of the room but what cannot be divided, and no piece is cut if all fit."""
     limit = piece_limit(pieces, spare)
     if limit is None:
         assert sum(pieces) <= spare
+        reached("pieces that fit")
         return
+    reached("pieces that are cut")
     taken = sum(min(piece, limit) for piece in pieces)
     assert spare - len(pieces) < taken <= spare < sum(pieces)
 

@@ -175,7 +175,7 @@ def test_a_handover_is_taken_back_if_the_engine_is_gone_or_full(gone: list[fleet
 
 @pytest.mark.parametrize("seed", range(2))
 def test_noise_around_the_limits_does_not_let_decisions_oscillate(seed: int) -> None:
-    """Loads that vary by a few per cent around both limits lead to at most one decision for each request."""
+    """Loads that vary by a few per cent around both limits lead to some decisions, at most one for each request."""
     rng, made, count = random.Random(seed), dict[int, Move](), 0
     for _ in range(500):
         pool = [answering(name, kv_used=rng.uniform(0.68, 0.86), **FAST) for name in "bc"]
@@ -185,7 +185,7 @@ def test_noise_around_the_limits_does_not_let_decisions_oscillate(seed: int) -> 
             count += 1
             assert move.engine is not None
             made[move.slot] = move
-    assert count == len(made) <= 4
+    assert 0 < count == len(made) <= 4
 
 
 # --------------------------------------------------------------------------------------------------------------- costs

@@ -34,6 +34,7 @@ from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK, Request
 from meridian_control.engine.step_cost import WARM_STEPS, StepCost
 from meridian_control.policy.schema import SchedulerPolicy
 from tests.fakes.tables import answering, table, thinking
+from tests.reached import reached, reaches
 
 # Budgets that fit the step times below.
 GIVEN = {"output_tpot_budget_ms": 20.0, "think_tpot_budget_ms": 80.0, "min_prefill_tokens": 128}
@@ -302,6 +303,7 @@ def test_any_valid_budget_gives_limits_that_can_be_sent(strategy: str, budget_ms
         assert all(limit is None or 0 <= limit < 2**32 for limit in asdict(found).values()), (name, found)
 
 
+@reaches("all join", "some take turns")
 @given(
     st.integers(1, 20),
     st.integers(1, 60),
@@ -317,7 +319,9 @@ def test_thinking_can_meet_its_own_budget(
     found = joins(policy, table(*[answering()] * answers, *[thinking()] * thinkers), SLOW, Share())
     if found.think_per_step is None:
         assert found.max_skip_steps == 0
+        reached("all join")
         return
+    reached("some take turns")
     a, b, _ = SLOW.coefficients
     step_ms = a + b * (answers + found.think_per_step)
     assert 1 <= found.think_per_step < thinkers
