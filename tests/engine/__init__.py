@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.core.request_info import in_sample
 from tests.data import maze
 from tests.processes import MODEL, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    import pytest
 
     from tests.engine.pacing import Settled
     from tests.processes import Control
@@ -45,6 +49,17 @@ def cases() -> list[dict[str, Any]]:
     modes: list[dict[str, Any]] = [{"open_think": True}, {}, {"enable_thinking": False}]
     prompts = maze.prompts(CASES, seed=11)
     return [{"prompt": p, "template": modes[i % len(modes)]} for i, p in enumerate(prompts)]
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, share: float, wanted: Mapping[str, bool]) -> None:
+    """Let vLLM complete all ids with letters by which these requests belong, or do not belong, to a sample and a
+    control group of a share. vLLM's own letters are random, so a test would have to ask until chance gives it both."""
+
+    def fits(letters: str) -> bool:
+        return all(in_sample(f"{name}-{letters}", share) == chosen for name, chosen in wanted.items())
+
+    letters = next(filter(fits, (f"{number:08x}" for number in itertools.count())))
+    monkeypatch.setattr("vllm.v1.engine.input_processor.random_uuid", lambda: letters)
 
 
 def stops_next(scheduler: Any, name: str) -> None:

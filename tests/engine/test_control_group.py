@@ -9,7 +9,7 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from tests.data import maze
-from tests.engine import Run, prompt_ids
+from tests.engine import Run, choose, prompt_ids
 from tests.engine.policies import CONVERGED
 from tests.engine.test_rules import CASES, GREEDY, free_run
 from tests.processes import RPC_S
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from tests.engine.pacing import Settled
     from tests.processes import Control
 
-# Number of runs after which some request has surely been in each arm.
-TURNS = 10
+SHARE = 0.5
 
 
 def compared(control: Control) -> fleet_pb2.Savings:
@@ -30,18 +29,22 @@ def compared(control: Control) -> fleet_pb2.Savings:
     return savings
 
 
-def test_the_control_group_thinks_to_its_own_end(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
-    """vLLM completes request ids with random letters, so each run has other requests in the control group."""
+def test_the_control_group_thinks_to_its_own_end(
+    llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free, _ = free_run(llm, agent)
+    arms = {f"arm-{number}": number % 2 == 0 for number in range(len(CASES))}
+    choose(monkeypatch, SHARE, arms)
     # A request is held until its decision comes, so that a busy machine does not change the result.
-    control.apply({**CONVERGED, "entropy": {**CONVERGED["entropy"], "holdout_share": 0.5, "eat_hold_ms": 5000}})
+    control.apply({**CONVERGED, "entropy": {**CONVERGED["entropy"], "holdout_share": SHARE, "eat_hold_ms": 5000}})
     run, end = Run(llm), agent.tracker.markers.end[0]
-    for number, case in enumerate(CASES):
-        run.add(f"arm-{number}", case, GREEDY)
+    for name, case in zip(arms, CASES, strict=True):
+        run.add(name, case, GREEDY)
     run.until(settled=settled)
     control.settled()
     savings = compared(control)
     held = [any(event.kind == "control_group" for event in control.explain(name).events) for name in run.tokens]
+    assert held == [*arms.values()]
     for is_control, alone, tokens in zip(held, free, run.tokens.values(), strict=True):
         at, natural = tokens.index(end), alone.index(end)
         assert tokens[:at] == alone[:at]
@@ -57,8 +60,8 @@ def test_the_control_group_thinks_to_its_own_end(llm: Any, agent: Any, control: 
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_follows_forced_and_natural_ends(
-    llm: Any, agent: Any, control: Control, settled: Settled, again: bool
+def test_what_follows_forced_and_natural_ends(  # noqa: PLR0917
+    llm: Any, agent: Any, control: Control, settled: Settled, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forced end writes the closing text exactly, and a request that thinks again afterwards is a re-entry.
 
@@ -69,28 +72,28 @@ def test_what_follows_forced_and_natural_ends(
     text, tokenizer, end = "Wait . ", llm.get_tokenizer(), agent.tracker.markers.end[0]
     closing, (word,) = (tokenizer.encode(said, add_special_tokens=False) for said in (text, maze.ANSWER_WORDS[0]))
     start = {"think_start_token_ids": [word], "think_end_token_ids": [end]} if again else {}
-    rules = {**CONVERGED["entropy"], "holdout_share": 0.5, "eat_hold_ms": 5000}
+    rules = {**CONVERGED["entropy"], "holdout_share": SHARE, "eat_hold_ms": 5000}
     model = {"maze": {"closing_text": text, **start}}
     # Both cases count anew, because the model's facts belong to the rules.
     control.apply({**CONVERGED, "entropy": rules, "model": model})
+    arms = {f"ends-{again}-{number}": number % 2 == 0 for number in range(len(CASES))}
+    choose(monkeypatch, SHARE, arms)
+    run = Run(llm)
+    for name, case in zip(arms, CASES, strict=True):
+        *prompt, last = prompt_ids(llm, case)
+        run.put(name, [*prompt, *[word] * again, last], GREEDY)
+    run.until(settled=settled)
+    control.settled()
     sides: dict[str, list[list[int]]] = {"forced": [], "natural": []}
-    # vLLM completes request ids with random letters, and the ids choose the control group.
-    for turn in range(TURNS):
-        run = Run(llm)
-        for number, case in enumerate(CASES):
-            *prompt, last = prompt_ids(llm, case)
-            run.put(f"ends-{again}-{turn}-{number}", [*prompt, *[word] * again, last], GREEDY)
-        run.until(settled=settled)
-        control.settled()
-        for name, tokens in run.tokens.items():
-            events = control.explain(name).events
-            forces = [e.decision for e in events if e.decision.kind == "force"]
-            if any(force.outcome == agent_pb2.OUTCOME_APPLIED for force in forces):
-                sides["forced"].append(tokens)
-            elif any(e.kind == "control_group" for e in events) and any(force.reason == "eat" for force in forces):
-                sides["natural"].append(tokens)
-        if all(sides.values()):
-            break
+    for name, tokens in run.tokens.items():
+        events = control.explain(name).events
+        forces = [e.decision for e in events if e.decision.kind == "force"]
+        assert any(e.kind == "control_group" for e in events) == arms[name]
+        assert any(force.outcome == agent_pb2.OUTCOME_APPLIED for force in forces) != arms[name]
+        if not arms[name]:
+            sides["forced"].append(tokens)
+        elif any(force.reason == "eat" for force in forces):
+            sides["natural"].append(tokens)
     told = compared(control)
     assert all(sides.values())
     for counts, kind in ((told.forced_ends, "forced"), (told.natural_ends, "natural")):

@@ -11,19 +11,23 @@ from vllm import SamplingParams
 
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.telemetry.catalogue import AGENTS, ENGINES, catalogue
-from tests.engine import SHORT, STRIPPED, cases, chat, paced
+from tests.engine import SHORT, STRIPPED, Run, cases, chat, choose, paced
 from tests.engine.policies import CONVERGED, DENSE
+from tests.engine.test_decisions import endless
 from tests.engine.test_pressure import pressure
 from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.engine.pacing import Settled
     from tests.processes import Control
 
 SHADOWED = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "shadow": True}}
+SHARE = 0.5
 HALF_HELD = {
     **CONVERGED,
-    "entropy": {**CONVERGED["entropy"], "holdout_share": 0.5},
+    "entropy": {**CONVERGED["entropy"], "holdout_share": SHARE},
     "budget": [{"name": "all", "tokens_per_minute": 1_000_000}],
     # Every window with enough answer tokens misses this target.
     "pressure": [{"name": "missed", "output_itl_p99_ms": 0.001, "window_s": 1, "shadow": True}],
@@ -31,15 +35,7 @@ HALF_HELD = {
 CASES = [{"prompt": prompt, "template": {"open_think": True}} for prompt in SHORT[:6]]
 METRICS = catalogue(CAPABILITIES)
 BUDGET = "meridian_budget_think_tokens_total"
-# Number of runs after which some request has surely been in the control group, and some window has ended.
-LOOKS = 10
-OF_SOME_RUNS = {
-    "meridian_compared_ends_total",
-    "meridian_control_group_shadow_saved_tokens_total",
-    "meridian_control_group_verdicts_total",
-    "meridian_pressure_changes_total",
-    "meridian_pressure_missed_windows_total",
-}
+OF_WINDOWS = ("meridian_pressure_changes_total", "meridian_pressure_missed_windows_total")
 # Metrics that stay at 0 for a healthy engine with budgets that follow it. `test_handover.py` feeds the handovers, which
 # need a second engine, `test_embeddings.py` the unread prompts, which need a server with `--enable-prompt-embeds`, and
 # `test_gateway.py` the refused SLO classes, which need a gateway.
@@ -75,7 +71,9 @@ def scraped(control: Control) -> tuple[dict[str, float], dict[str, dict[str, flo
     return sums, engines
 
 
-def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Control, settled: Settled) -> None:
+def test_every_metric_is_fed_by_a_real_engine(
+    llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, _ = scraped(control)
     control.apply(DENSE)
     thinking, _ = pressure(llm, agent, control)
@@ -85,13 +83,17 @@ def test_every_metric_is_fed_by_a_real_engine(llm: Any, agent: Any, control: Con
     control.apply(CONVERGED)
     paced(llm, CASES, sampled, settled)
     control.apply(HALF_HELD)
-    # vLLM completes request ids with random letters, and the ids choose the control group.
-    for _ in range(LOOKS):
-        paced(llm, CASES, sampled, settled)
-        control.settled()
+    choose(monkeypatch, SHARE, {f"paced-{number}": number % 2 == 0 for number in range(len(CASES))})
+    paced(llm, CASES, sampled, settled)
+    run = Run(llm)
+    run.add("answers", {**cases()[2], "template": {"enable_thinking": False}}, endless(agent, max_tokens=900))
+
+    def windows_end() -> bool:
         found, _ = scraped(control)
-        if all(found[name] > before.get(name, 0) for name in OF_SOME_RUNS):
-            break
+        return all(found[name] > before.get(name, 0) for name in OF_WINDOWS)
+
+    run.until(windows_end, settled=settled)
+    run.abort("answers")
     chat(llm, cases()[:1], SamplingParams(temperature=1.0, seed=1, max_tokens=400, extra_args={"meridian_effort": "?"}))
     control.settled()
     # Tokens are counted for budgets once a second.

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 from vllm import SamplingParams
 
-from meridian_agent.core.request_info import in_sample
 from meridian_agent.vllm_adapter.model_fingerprint import fingerprint
 from meridian_control.capabilities.control_group.requests import MAX_GAP_TOKENS, MISSING_GAPS, gap_tokens
 from meridian_control.capabilities.self_calibration.episodes import Episode, name_of
-from tests.engine import chat, paced
+from tests.engine import chat, choose, paced
 from tests.engine.recording import probes, records
 from tests.engine.test_rules import CASES, GREEDY, free_run
 from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from tests.engine.pacing import Settled
     from tests.processes import Control
@@ -45,7 +46,7 @@ def stored(folder: Path) -> list[tuple[str, Episode]]:
 
 
 def test_the_sample_in_shadow_is_recorded_as_the_engine_measures_it(
-    llm: Any, agent: Any, control: Control, settled: Settled
+    llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, _ = free_run(llm, agent)
     end = agent.tracker.markers.end[0]
@@ -53,21 +54,19 @@ def test_the_sample_in_shadow_is_recorded_as_the_engine_measures_it(
     # An idle engine takes a new share of measured requests over with its next step.
     chat(llm, CASES[:1], SamplingParams(max_tokens=1))
     control.settled()
-    # This small engine refuses probes for want of room, so that perhaps none of few measured requests has a probe near
-    # its end; such requests tell nothing, and others are asked for.
-    for _ in range(20):
-        with records(agent) as seen:
-            tokens = paced(llm, [*CASES, *CASES], GREEDY, settled)
-        assert tokens == [*free, *free], "self-calibration in shadow changes no token"
-        measured = probes(seen)
-        share = ASKED["telemetry"]["shadow_sample_ratio"]
-        assert all(in_sample(name, share) for name in measured), "the sample is measured, and nobody else"
-        control.settled()
-        natural = {name: tokens[int(name.split("-")[1])].index(end) for name in measured}
-        near = {name: MISSING_GAPS * gap_tokens(natural[name], MAX_GAP_TOKENS) for name in measured}
-        expected = [name for name in measured if natural[name] - measured[name][-1].think_tokens <= near[name]]
-        if expected:
-            break
+    share = ASKED["telemetry"]["shadow_sample_ratio"]
+    sample = {f"paced-{number}": number % 2 == 0 for number in range(2 * len(CASES))}
+    choose(monkeypatch, share, sample)
+    with records(agent) as seen:
+        tokens = paced(llm, [*CASES, *CASES], GREEDY, settled)
+    assert tokens == [*free, *free], "self-calibration in shadow changes no token"
+    measured = probes(seen)
+    assert {name.rpartition("-")[0] for name in measured} == {name for name, chosen in sample.items() if chosen}
+    control.settled()
+    natural = {name: tokens[int(name.split("-")[1])].index(end) for name in measured}
+    near = {name: MISSING_GAPS * gap_tokens(natural[name], MAX_GAP_TOKENS) for name in measured}
+    # This small engine refuses some probes for want of room; a request without a probe near its end tells nothing.
+    expected = [name for name in measured if natural[name] - measured[name][-1].think_tokens <= near[name]]
     assert expected
     wait_for(lambda: len(stored(control.folder)) >= len(expected), RPC_S, "the episodes")
     kept = stored(control.folder)
@@ -80,8 +79,7 @@ def test_the_sample_in_shadow_is_recorded_as_the_engine_measures_it(
         name_of(name): (natural[name], [(probe.think_tokens, round(probe.eat_nats, 4)) for probe in measured[name]])
         for name in expected
     }
-    # One request alone has nothing to differ from.
-    assert any(sample.is_other for _, episode in kept for sample in episode.samples) or len(measured) == 1
+    assert any(one.is_other for _, episode in kept for one in episode.samples)
     with control.channel() as channel:
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
 

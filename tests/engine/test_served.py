@@ -9,9 +9,11 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.certificates import Authority
 from tests.data import maze
+from tests.engine import ENGINE_ARGS
 from tests.engine.served import PROMPTS, Served, all_of, phase_metrics, stream
 from tests.processes import Control, free_port, wait_for
 
@@ -23,18 +25,17 @@ if TYPE_CHECKING:
 ROUNDS = 3
 
 
-async def watched(served: Served, *names: str) -> list[list[tuple[str, str, str]]]:
-    """Send all prompts, again and again until each of these metrics of the agent was scraped meanwhile with another
-    value than 0; return the answers of each round."""
-    rounds, missing = list[list[tuple[str, str, str]]](), {f"meridian_vllm_{name}" for name in names}
-    while missing:
-        answers = asyncio.ensure_future(all_of(served))
-        while not answers.done():
-            seen = await asyncio.to_thread(phase_metrics, served.port)
-            missing = {name for name in missing if not seen[name]}
-            await asyncio.sleep(0.05)
-        rounds.append(await answers)
-    return rounds
+async def watched(served: Served, *names: str) -> None:
+    """Send one request that thinks without end, and leave it once each of these metrics of the agent is not 0. It has
+    hundreds of tokens to come then."""
+    end = AutoTokenizer.from_pretrained(ENGINE_ARGS["model"]).convert_tokens_to_ids("</think>")
+    more = {"logit_bias": {str(end): -100}, "ignore_eos": True, "max_tokens": 900}
+    thinking = asyncio.create_task(stream(served, PROMPTS[0], **more))
+    wanted = {f"meridian_vllm_{name}" for name in names}
+    while not all(map((await asyncio.to_thread(phase_metrics, served.port)).get, wanted)):
+        assert not thinking.done(), "the request has ended before its metrics came"
+    thinking.cancel()
+    await asyncio.wait([thinking])
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +84,10 @@ async def test_life_without_with_and_after_the_control_plane(
     """
     server, folder, port = served
     folder.mkdir()
-    rounds = await watched(server, "requests/think", "kv_tokens/think")
-    alone, before = rounds[0], len(rounds)
-    assert rounds == [alone] * before
-    once = await asyncio.to_thread(think_tokens_after, server, before * len(alone)) / before
+    await watched(server, "requests/think", "kv_tokens/think")
+    left = await asyncio.to_thread(think_tokens_after, server, 0)
+    alone = await all_of(server)
+    once = await asyncio.to_thread(think_tokens_after, server, len(alone)) - left
     # The tokens between two words, such as the end of a paragraph, are no words.
     assert once > sum(len(reasoning.split()) for reasoning, *_ in alone)
     assert all(finish == "stop" for _, _, finish in alone)
@@ -108,8 +109,8 @@ async def test_life_without_with_and_after_the_control_plane(
         control.process.kill()
         assert not streaming.done()
         assert await streaming == [alone] * ROUNDS
-        sent = before + 1 + tries * ROUNDS
-        assert await asyncio.to_thread(think_tokens_after, server, sent * len(alone)) == sent * once
+        sent = 2 + tries * ROUNDS
+        assert await asyncio.to_thread(think_tokens_after, server, sent * len(alone)) == left + sent * once
 
         control.start()
         await asyncio.to_thread(wait_for, lambda: control.engine().acked_revision, 20, "the policy to be acknowledged")

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from meridian_agent.core.phases import FLAG_SENTENCE, Phase
 from meridian_agent.core.sentences import ROW_FLAGS
 from meridian_control.engine.settings_delivery import USUAL_INTERVAL_STEPS
-from tests.engine import Run, cases, chat, paced, prompt_ids
+from tests.engine import Run, cases, chat, choose, paced, prompt_ids
 from tests.engine.offline import load, mismatches, probe_mismatches
 from tests.engine.policies import DENSE, NEUTRAL, SENTENCE_ENDS
 from tests.engine.recording import probes, records, rows
@@ -81,7 +81,7 @@ def test_tokens_that_no_rule_reads_are_not_measured(llm: Any, agent: Any, contro
 
 
 def test_in_shadow_a_sample_is_measured_and_in_force_all_are(
-    llm: Any, agent: Any, control: Control, settled: Settled
+    llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a request of the sample the worker is asked for nothing. A request that runs when a rule comes into force
     is measured from then on."""
@@ -100,8 +100,9 @@ def test_in_shadow_a_sample_is_measured_and_in_force_all_are(
 
     assert measured(0.0)[0] == 0
     assert agent._asked is None
-    # vLLM adds random letters to ids, and one run in 25 has no request of the sample, which comes in clusters.
-    some, of = map(sum, zip(*(measured(0.5) for _ in range(4)), strict=True))
+    # The sample comes in clusters, each as large as the number of requests that were live before it.
+    choose(monkeypatch, 0.5, {"paced-0": True, "paced-1": False})
+    some, of = measured(0.5)
     assert 0 < some < of
     control.apply({**DENSE, "telemetry": {"shadow_sample_ratio": 0.0}})
     run = Run(llm)
