@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 FIELD = "meridian_phases"
 PHASES = (Phase.PROMPT, Phase.THINK, Phase.OUTPUT, Phase.UNKNOWN)
 # Seconds between two messages with numbers, which look at each live request. Steps in between carry an empty list,
-# which says that the agent is on.
+# which says that the agent is on. The first live request after none has its message at once, as the end of the last
+# one has: requests of less than an interval, one after the other, would otherwise never be seen.
 INTERVAL_S = 1.0
 
 
@@ -62,6 +63,8 @@ class PhaseNumberSender:
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._sent_at = 0.0
+        # Whether the newest message with numbers had no live request.
+        self._had_none = True
         self._ttfvt_s: list[float] = []
         self._saved_tokens = 0
         # Thinking tokens that are not sent yet; below 0 while a marker has taken back more tokens than were generated.
@@ -70,7 +73,7 @@ class PhaseNumberSender:
     def due_s(self) -> float:
         """Return the time from which `add_to` has numbers to add, in monotonic seconds; until then it adds an empty
         list."""
-        return self._sent_at + INTERVAL_S
+        return 0.0 if self._had_none else self._sent_at + INTERVAL_S
 
     def add_to(self, stats: Any, now_s: float) -> None:
         """Add the field to the statistics of a step; None if vLLM collects none. now_s: monotonic seconds."""
@@ -83,8 +86,8 @@ class PhaseNumberSender:
             self._ttfvt_s += [max(0.0, wall - live.ref.arrival_time) for live in answered if _begun_here(live)]
         numbers: list[float] = []
         # Without live requests no step may follow.
-        if now_s - self._sent_at >= INTERVAL_S or not tracker.by_id:
-            numbers, self._sent_at = self._take().encode(), now_s
+        if now_s >= self.due_s() or not tracker.by_id:
+            numbers, self._sent_at, self._had_none = self._take().encode(), now_s, not tracker.by_id
         setattr(stats, FIELD, numbers)
 
     def _take(self) -> PhaseNumbers:

@@ -70,14 +70,25 @@ def test_numbers_by_phase(engine: Engine) -> None:
 
 
 def test_thinking_of_a_request_that_begins_and_ends_between_two_messages(engine: Engine) -> None:
+    other = engine.open("other", [])
     engine.numbers()
-    other, brief = engine.open("other", []), engine.open("brief", [START])
+    brief = engine.open("brief", [START])
     engine.tracker.feed(brief, [TEXT] * 3, 0)
     engine.tracker.close(brief, 1)
     assert engine.step() == []
     assert engine.numbers().think_tokens == 3
     engine.tracker.close(other, 1)
     assert engine.numbers().think_tokens == 0
+
+
+def test_brief_requests_one_after_the_other_are_seen(engine: Engine) -> None:
+    for _ in range(3):
+        live = engine.open("r", [START])
+        engine.tracker.feed(live, [TEXT], 0)
+        assert PhaseNumbers.decode(engine.step()).requests == [0, 1, 0, 0]
+        assert engine.step(INTERVAL_S / 4) == []
+        engine.tracker.close(live, 1)
+        assert PhaseNumbers.decode(engine.step(INTERVAL_S / 4)).requests == [0] * 4
 
 
 def test_tokens_that_a_marker_takes_back(engine: Engine) -> None:
