@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections import ChainMap
 from contextlib import suppress
 from importlib import resources
@@ -151,6 +152,7 @@ class StatusPage:
             raise web.HTTPServiceUnavailable(text=f"{MAX_VIEWERS} pages are open already")
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         await response.prepare(request)
+        _end_if_unread(request)
         viewer: asyncio.Queue[bytes | None] = asyncio.Queue(1)
         self._viewers[viewer] = asked_for(request.query)
         self._came.set()
@@ -205,6 +207,14 @@ class StatusPage:
         told = printable_tree(contents.facts | self._facts | {"tables": tables})
         # A page cannot read NaN, and would go on showing old contents as if they were live.
         return b"data: " + json.dumps(told, allow_nan=False).encode() + b"\n\n"
+
+
+def _end_if_unread(request: web.Request) -> None:
+    """Let the system end a connection whose other side takes nothing, although its buffers have room for minutes of
+    small events."""
+    if request.transport is not None and (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
+        connection = request.transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, option, round(UNREAD_S * 1000))
 
 
 def _offer(viewer: asyncio.Queue[bytes | None], event: bytes | None) -> None:

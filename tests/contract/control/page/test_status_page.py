@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -310,6 +312,31 @@ async def test_a_viewer_that_reads_nothing_loses_its_place(tmp_path: Path, monke
         assert answer.status == 200
         answer.close()
         silent.close()
+
+
+async def test_small_events_that_nobody_reads_take_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's buffers have room for minutes of such events."""
+    monkeypatch.setattr(server, "MAX_VIEWERS", 1)
+    monkeypatch.setattr(server, "UNREAD_S", 0.05)
+    monkeypatch.setattr(server, "INTERVAL_S", 0.0)
+    sizes = itertools.chain([1 << 15], itertools.repeat(1))
+
+    async def small(*_: Any) -> Contents:
+        return Contents({"text": "x" * next(sizes)}, {})
+
+    async with served(tmp_path) as (_, address), aiohttp.ClientSession() as session:
+        monkeypatch.setattr(Collector, "collect", small)
+        with socket.socket() as silent:
+            # The first event is larger than what the silent viewer's system takes.
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            silent.setblocking(False)
+            loop, where = asyncio.get_running_loop(), address.removeprefix("http://")
+            await loop.sock_connect(silent, ("127.0.0.1", int(where.rpartition(":")[2])))
+            await loop.sock_sendall(silent, f"GET /events HTTP/1.1\r\nHost: {where}\r\n\r\n".encode())
+            assert await loop.sock_recv(silent, 12) == b"HTTP/1.1 200"
+            async with asyncio.timeout(20 * BUSY):
+                while await _status(session, f"{address}/events") == 503:
+                    await asyncio.sleep(0.01)
 
 
 async def rows_of(page: Page, table: str) -> list[list[str]]:
