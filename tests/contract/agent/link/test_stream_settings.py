@@ -58,17 +58,21 @@ async def test_changes_in_a_row_are_sent_as_one(
 async def test_changes_without_end_are_sent_all_the_same(
     control: Control, engine: LinkedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Only MAX_WAIT_S ends the wait, however long the pauses between changes are on a busy machine.
+    await until(lambda: control.fleet._policies._timer is None)
+    # Only MAX_WAIT_S ends the wait.
     monkeypatch.setattr(policy_delivery, "QUIET_S", 60.0)
     monkeypatch.setattr(policy_delivery, "MAX_WAIT_S", 0.3)
-    revision = 1
-    while len(engine.settings) < 3:
-        # However busy the machine is, no timer runs between the changes of one round.
-        for _ in range(3):
-            revision += 1
-            control.fleet.set_policy(StoredRevision(revision, "", "", "", utc_now(), policy()))
-        await asyncio.sleep(0.02)
-    assert revision - 1 > len(engine.settings)
+    latest_s, due_s = list[float](), list[float]()
+    # No timer runs between these changes.
+    for revision in range(2, 12):
+        control.fleet.set_policy(StoredRevision(revision, "", "", "", utc_now(), policy()))
+        timer = control.fleet._policies._timer
+        assert timer is not None
+        due_s.append(timer.when())
+        latest_s.append(asyncio.get_running_loop().time() + policy_delivery.MAX_WAIT_S)
+    assert max(due_s) <= min(latest_s), "the later changes put off the first one"
+    await until(lambda: len(engine.settings) > 1)
+    assert [s.revision for s in engine.settings] == [1, 11]
 
 
 async def test_a_refused_revision_is_sent_again_on_no_stream(control: Control, engine: LinkedEngine) -> None:
