@@ -24,8 +24,9 @@ REQUEST = "meridian_wanted"
 # measures nothing, which is empty once it measures again.
 RESULT = "meridian_signals"
 # Name of an attribute of ModelRunnerOutput (worker to engine core) with the worker's backend (cpu, cuda or torch) and
-# the reason if a faster way to measure failed, and whether the worker can compute a probe as a row of the probed
-# request. Only the first output after a new list of request ids has this attribute.
+# the reason if a faster way to measure failed, whether the worker can compute a probe as a row of the probed request,
+# and the `Weights` of its model. Only the first measured output after a new list of request ids, or after a replacement
+# of the weights, has this attribute.
 BACKEND = "meridian_backend"
 # Name of an attribute of SchedulerOutput (engine core to worker) with the tokens of each probe that the step computes
 # as a row of the probed request, by request id; and of an attribute of ModelRunnerOutput (worker to engine core) with a
@@ -44,6 +45,10 @@ WorkerRequest = tuple[int, int, tuple[str, ...] | None, bytes | None]
 # The bytes of the four columns of StepSignals, one after the other; with draft tokens, a pair of these bytes and the
 # bytes of `first_row`.
 SignalBytes = bytes | tuple[bytes, bytes]
+# How often the model's weights may have been replaced since the engine's start; and the model, as vLLM names it, from
+# whose files all of them were loaded last, None if they came from elsewhere or have not been replaced.
+Weights = tuple[int, str | None]
+OF_THE_START: Weights = (0, None)
 
 
 class WorkerRequestEncoder:

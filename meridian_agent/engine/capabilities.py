@@ -11,12 +11,13 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.guard import cause_name
 from meridian_agent.core.hand_overs import NO_CONNECTOR
-from meridian_agent.core.step_signals import BACKEND, RESULT
+from meridian_agent.core.step_signals import BACKEND, OF_THE_START, RESULT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from meridian_agent.core.sentences import SentenceTable
+    from meridian_agent.core.step_signals import Weights
     from meridian_agent.engine.later_turns import LaterTurns
     from meridian_agent.vllm_adapter.hand_over import HandOverPort
     from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
@@ -72,6 +73,7 @@ class Measuring:
         self.backend = expected
         # Whether the worker can compute a probe as a row of its request.
         self.probe_rows = False
+        self.weights: Weights = OF_THE_START
 
     def hear(self, runner_output: ModelRunnerOutput) -> Any:
         """Return the signals of a step's rows, None if there are none, and take in what else the worker says.
@@ -96,12 +98,17 @@ class Measuring:
             logger.info("meridian: this engine measures entropy again")
         self._restart()
 
-    def _hear_backend(self, named: tuple[str, str, bool]) -> None:
-        """Note the worker's entropy backend; if the last Hello named another one, begin a stream with a new Hello."""
-        *backend, self.probe_rows = named
-        known, self.backend = self.backend, (backend[0], backend[1])
-        if backend[0] != known[0]:
-            logger.warning("meridian: entropy is measured with %s, not with %s: %s", backend[0], known[0], backend[1])
+    def _hear_backend(self, named: tuple[str, str, bool, Weights]) -> None:
+        """Note the worker's entropy backend and weights; if the last Hello named others, begin a stream with a new
+        Hello."""
+        backend, why, self.probe_rows, weights = named
+        (known, _), known_weights = self.backend, self.weights
+        self.backend, self.weights = (backend, why), weights
+        if backend != known:
+            logger.warning("meridian: entropy is measured with %s, not with %s: %s", backend, known, why)
+        if weights != known_weights:
+            logger.info("meridian: the model's weights were replaced by those of %s", weights[1] or "another source")
+        if (backend, weights) != (known, known_weights):
             self._restart()
 
 

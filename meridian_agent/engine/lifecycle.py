@@ -7,8 +7,10 @@ template. Runs on the engine-core thread, except `hello` and `prepare`, which th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from meridian.v1 import agent_pb2
@@ -19,7 +21,7 @@ from meridian_agent.core.hand_overs import SEVERAL_TOKENS, stops
 from meridian_agent.core.phases import NO_MARKERS, Markers, no_markers
 from meridian_agent.core.request_info import clean
 from meridian_agent.core.sentences import NO_SENTENCES, SentenceTable
-from meridian_agent.core.step_signals import expected_backend
+from meridian_agent.core.step_signals import OF_THE_START, expected_backend
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts, capabilities
 from meridian_agent.engine.later_turns import LaterTurns
@@ -97,7 +99,8 @@ class Lifecycle:
         self._later_turns = LaterTurns(self._read_template, self.link.restart)
         # The model's own chat template, and the markers with which it is rendered to see what it does with thinking.
         self._chat_template: str | None = None
-        self._fingerprint = ""
+        # The model's fingerprint, and the weights of which it is.
+        self._fingerprint, self._fingerprint_of = "", OF_THE_START
         self._rendered_with = NO_MARKERS
         # What the newest Hello says that depends on the markers.
         self._in_hello = "", ""
@@ -234,6 +237,18 @@ class Lifecycle:
             return "none", self._no_entropy
         return self.agent.measuring.backend
 
+    def _model_fingerprint(self) -> str:
+        """Return the fingerprint of the model with its present weights. Weights that did not come from files have a
+        fingerprint that no other weights have."""
+        weights = self.agent.measuring.weights if self.agent is not None else self._fingerprint_of
+        if weights != self._fingerprint_of:
+            number, folder = self._fingerprint_of = weights
+            self._fingerprint = f"replaced-{self._identity['incarnation']}-{number}"
+            if folder is not None and Path(folder).exists():
+                with contextlib.suppress(OSError):
+                    self._fingerprint = fingerprint(self._scheduler.vllm_config, self._chat_template, folder)
+        return self._fingerprint
+
     def stop(self) -> None:
         """End the stream, and let another engine have the name."""
         self.link.stop(fails=core_fails())
@@ -302,7 +317,7 @@ class Lifecycle:
             engine_limits=self.limits.message(),
             reclaim_note=clean(self._later_turns.note, MAX_FAULT),
             missing_facts=self._start.missing,
-            model_fingerprint=self._fingerprint,
+            model_fingerprint=self._model_fingerprint(),
         )
         hello.kv_connector, hello.kv_role = kv_connectors.connector_and_role(config)
         hello.no_preempt = self._facts.no_preempt

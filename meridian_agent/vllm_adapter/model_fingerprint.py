@@ -1,6 +1,7 @@
 """Computes a digest of what an engine's answers depend on, so that a rule found for one model is not used for another.
 
-Reads files, once, when the engine starts. Of each weight file it reads samples only, because weights may be large.
+Reads files when the engine starts, and after weights were loaded from files again. Of each weight file it reads samples
+only, because weights may be large.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ MOST_BYTES = 64 << 20
 DIGEST_BYTES = 8
 
 
-def fingerprint(vllm_config: Any, chat_template: str | None) -> str:
+def fingerprint(vllm_config: Any, chat_template: str | None, replaced_from: str = "") -> str:
     """Return the digest as 16 hexadecimal digits: of the model's files and the kind of its numbers, or of its revision
-    if the files are not in a local folder; and of the chat template. Raises OSError if a file cannot be read."""
+    if the files are not in a local folder; and of the chat template. Raises OSError if a file cannot be read.
+
+    replaced_from: the folder from which the weights were loaded that have replaced those of the start; empty if none
+    have.
+    """
     model = vllm_config.model_config
+    weights = _files(Path(replaced_from)) if replaced_from else _weights(model)
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for part in (*_weights(model), model.dtype, model.quantization, chat_template or ""):
+    for part in (*weights, model.dtype, model.quantization, chat_template or ""):
         digest.update(repr(part).encode(errors="replace"))
     return digest.hexdigest()
 
@@ -36,6 +42,10 @@ def _weights(model: Any) -> Iterator[object]:
     if not path.exists():
         yield from (model.model, model.revision, getattr(model.hf_config, "_commit_hash", None))
         return
+    yield from _files(path)
+
+
+def _files(path: Path) -> Iterator[object]:
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         if file.is_file() and file.suffix in WEIGHTS:
             yield from (file.name, file.stat().st_size, *_samples(file))

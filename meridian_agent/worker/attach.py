@@ -96,6 +96,7 @@ def attach(worker: Any, unfit: Callable[[bool], str], no_probe_rows: Callable[[b
     _watch_steps(runner, observer)
     if v2_runner:
         _watch_logits(runner.model, observer)
+    _watch_weights(worker, observer)
 
 
 def _watch_steps(runner: Any, observer: Observer) -> None:
@@ -142,6 +143,32 @@ def _watch_logits(model: Any, observer: Observer) -> None:
         return logits
 
     model.compute_logits = watched
+
+
+def _watch_weights(worker: Any, observer: Observer) -> None:
+    """Let the observer learn of each replacement of the weights: by vLLM's own methods, and by all that loads weights
+    through the model, as trainers' extensions of the worker do. Who writes into the parameters is not noticed."""
+    runner = worker.model_runner
+
+    def watch(owner: Any, name: str, is_from_files: Callable[..., bool] = lambda *args, **kwargs: False) -> None:
+        replace = getattr(owner, name, None)
+        if replace is None:
+            return
+
+        @functools.wraps(replace)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            # Also a replacement that fails half-way leaves other weights behind.
+            observer.replaced_weights(None)
+            result = replace(*args, **kwargs)
+            if is_from_files(*args, **kwargs):
+                observer.replaced_weights(str(runner.model_config.model))
+            return result
+
+        setattr(owner, name, watched)
+
+    watch(runner.get_model(), "load_weights")
+    watch(worker, "update_weights")
+    watch(runner, "reload_weights", lambda weights_iterator=None, *args, **kwargs: weights_iterator is None)
 
 
 def _put_now_or_later(observer: Observer, output: Any) -> None:

@@ -18,6 +18,7 @@ from meridian_kernels import EntropyProbe
 from meridian_agent.core.guard import Guard
 from meridian_agent.core.step_signals import (
     BACKEND,
+    OF_THE_START,
     PROBE_ROWS,
     PROBED,
     REQUEST,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from meridian_kernels.one_pass import Repeated
     from numpy.typing import NDArray
 
-    from meridian_agent.core.step_signals import SignalBytes
+    from meridian_agent.core.step_signals import SignalBytes, Weights
     from meridian_agent.worker.probe_rows import ProbeRows, ProbeRowsV2
 
 
@@ -210,9 +211,10 @@ class Observer:
         self.probe_rows: ProbeRows | ProbeRowsV2 | None = None
         # With Model Runner V2: the batch for which the runner computes logits next.
         self._awaited: Any = None
-        # Whether the next signals carry the backend's name. A new agent does not know the name, and it first sends its
-        # list of excluded ids, so each such list sets this flag.
+        # Whether the next signals carry the backend's name and `_weights`. A new agent does not know them, and it first
+        # sends its list of excluded ids, so each such list sets this flag.
         self._tells_backend = False
+        self._weights: Weights = OF_THE_START
         # Number of outputs so far.
         self._outputs = 0
 
@@ -232,6 +234,12 @@ class Observer:
 
     def _tell(self, guard: Guard) -> None:
         self._untold = guard.fault
+
+    def replaced_weights(self, model: str | None) -> None:
+        """Note that the model's weights are replaced, and tell the engine core with the next signals. model: as in
+        `Weights`."""
+        self._weights = self._weights[0] + 1, model
+        self._tells_backend = True
 
     def begin(self, scheduler_output: Any) -> None:
         """Remember which rows the engine core asks for in this step."""
@@ -328,8 +336,9 @@ class Observer:
             # Only an empty text says that the worker measures again.
             self._recovered = self._recovered and said != ""
         if self._tells_backend and signals is not None:
-            setattr(output, BACKEND, (self.probe.backend, self.probe.fallback, self.probe_rows is not None))
             self._tells_backend = False
+            has_rows = self.probe_rows is not None
+            setattr(output, BACKEND, (self.probe.backend, self.probe.fallback, has_rows, self._weights))
         self._untold = ""
 
     def _encoded(

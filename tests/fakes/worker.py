@@ -42,6 +42,9 @@ class Runner:
         self.execute_model_state: Any = None
         self.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
 
+    def get_model(self) -> Any:
+        return self.model
+
     def _prepare_inputs(self, scheduler_output: Any) -> None:
         """Stands for V1's method, which probe rows wrap; no step here has such rows."""
 

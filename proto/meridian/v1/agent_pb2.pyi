@@ -786,7 +786,7 @@ class Hello(_message.Message):
     """Reason why the engine cannot preempt requests for waiting ones; empty if Capabilities.preempt is set."""
     model_fingerprint: _builtins.str
     """Digest of what the engine's answers depend on: the model's weights, configuration and chat template; empty if it is
-    not known.
+    not known. After the weights were replaced by others than those of a local folder it is an id of this engine alone.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

@@ -15,6 +15,7 @@ from tests.engine.matrix.features import (
     scheduling,
     signals,
     vocabularies,
+    weights,
 )
 
 MODULES = (
@@ -29,6 +30,7 @@ MODULES = (
     handovers,
     preemption,
     vocabularies,
+    weights,
 )
 
 

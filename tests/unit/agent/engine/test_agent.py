@@ -16,7 +16,7 @@ from meridian_agent.core.phases import NO_MARKERS, Phase, begin
 from meridian_agent.core.request_info import RequestInfo
 from meridian_agent.core.sentences import NO_SENTENCES
 from meridian_agent.core.step_record import COUNTERS, Outcome
-from meridian_agent.core.step_signals import REQUEST
+from meridian_agent.core.step_signals import OF_THE_START, REQUEST
 from meridian_agent.engine.agent import Agent
 from meridian_agent.engine.capabilities import EngineFacts
 from meridian_agent.engine.later_turns import LaterTurns
@@ -148,7 +148,7 @@ def test_the_next_hello_is_said_at_once_where_another_backend_measures_than_was_
     restarts: list[None] = []
     monkeypatch.setattr(agent.measuring, "_restart", lambda: restarts.append(None))
     for backend, said in ((("cuda", ""), 0), (("torch", "no CuPy"), 1), (("torch", "no CuPy"), 1), (("cuda", ""), 2)):
-        agent.measuring._hear_backend((*backend, False))
+        agent.measuring._hear_backend((*backend, False, OF_THE_START))
         assert (agent.measuring.backend, len(restarts)) == (backend, said)
 
 

@@ -17,6 +17,7 @@ from meridian_kernels import EntropyProbe, RowSignals, reference, torch_ops
 from meridian_agent.core import guard
 from meridian_agent.core.step_signals import (
     BACKEND,
+    OF_THE_START,
     PROBE_ROWS,
     REQUEST,
     RESULT,
@@ -259,7 +260,7 @@ def test_a_gpu_without_cupy_is_measured_with_torch(
     signals, want = StepSignals.decode(getattr(output, RESULT)), reference(batch.numpy(), END_TOKEN)
     np.testing.assert_allclose(signals.entropy_nats, [want.entropy_nats[0], np.nan], rtol=0, atol=1e-5)
     assert signals.end_rank.tolist() == [want.end_rank[0], 0]
-    backend, why, _ = getattr(output, BACKEND)
+    backend, why, *_ = getattr(output, BACKEND)
     assert backend == "torch"
     assert "cupy" in why
 
@@ -273,7 +274,7 @@ def test_what_measures_is_told_with_the_first_output_after_names() -> None:
         setattr(begun, REQUEST, agent.request(END_TOKEN, {"a", "b"}, left_out))
         told.append(getattr(step(own, begun), BACKEND, None))
     assert told[1] is None
-    assert told[0] == told[2] == ("cpu", "", False)
+    assert told[0] == told[2] == ("cpu", "", False, OF_THE_START)
 
 
 def request(
