@@ -368,8 +368,8 @@ class StepAccounting:
     ) -> None:
         if out.new_token_ids:
             # Under asynchronous scheduling, the token of the step before the preemption may arrive after the
-            # preemption.
-            if live.preempted and not request_api.waits_preempted(live.ref):
+            # preemption, and end the request, which has computed nothing since then.
+            if live.preempted and live.ref.num_computed_tokens and not request_api.waits_preempted(live.ref):
                 self._tracker.resume(live)
             at = index.get(out.request_id, 0)
             first = at if signals is None else signals.row(at)

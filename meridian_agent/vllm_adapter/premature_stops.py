@@ -77,8 +77,13 @@ def resume(scheduler: Any, request: Any) -> None:
     hashed = getattr(scheduler, "hash_block_size", scheduler.block_size)
     del request.block_hashes[request.num_tokens // hashed :]
     request.stop_reason = None
-    show_as_running(request)
-    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    if request.num_computed_tokens:
+        show_as_running(request)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    else:
+        # vLLM had preempted the request before its stop was known, and has counted that.
+        request.status, request.drop_stale_output = type(request.status).PREEMPTED, True
+        scheduler.waiting.prepend_request(request)
     # The request may resume in the coming step, which vLLM itself never lets happen after a preemption. If it was in
     # the newest step, vLLM would not send its tokens then, which Model Runner V1 needs under asynchronous scheduling.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)

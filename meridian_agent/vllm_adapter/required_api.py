@@ -299,11 +299,12 @@ PREMATURE_STOPS: Table = {
     "vllm.v1.request:Request": (
         "_all_token_ids",
         "_output_token_ids",
+        "drop_stale_output",
         "events",
         "num_in_flight_tokens",
         "prefill_stats",
     ),
-    "vllm.v1.request:RequestStatus": ("RUNNING", "FINISHED_STOPPED"),
+    "vllm.v1.request:RequestStatus": ("RUNNING", "PREEMPTED", "FINISHED_STOPPED"),
 }
 V2_RUNNER: Table = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
@@ -112,6 +113,7 @@ def premature_stops(engine: Engine) -> None:
         engine.check_phases(ask.prompt, answer.tokens, said)
     assert engine.control.settled().ends["premature_stop"] == before + len(asks) + len(alone)
     if engine.build.asynchronous:
+        _stop_while_preempted(engine, asks[0], stops, answers[0][0].tokens)
         _reset_between(engine, asks[0], stops, answers[0][0].tokens)
     _stop_at_once(engine, prompts[0], free[0][0])
 
@@ -142,6 +144,29 @@ def _abort_between(engine: Engine, ask: Ask, stops: set[int]) -> None:
         assert engine.scheduler.get_num_unfinished_requests() == 0
         engine.drain()
     assert (engine.agent.stops.waiting, engine.scheduler.requests) == ({}, {})
+    engine.control.apply(NEUTRAL)
+
+
+def _stop_while_preempted(engine: Engine, ask: Ask, stops: set[int], tokens: list[int]) -> None:
+    """Preempt a request, as for want of memory, while the step is under way whose token is its stop: once if it goes
+    on, and once if it ends there."""
+    at, scheduler = tokens.index(engine.end), engine.scheduler
+    for name, reserve, resumed in (("goes on", 10, 1), ("ends", 0, 0)):
+        with ending_turns(stops):
+            engine.control.apply(_reserve(reserve))
+            run = engine.run({name: ask})
+            run.until(lambda run=run, name=name: len(run.tokens[name]) == at)
+            (request,) = scheduler.running
+            assert request.num_in_flight_tokens
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, time.monotonic())
+            run.until()
+            engine.drain()
+        assert run.tokens[name] == (tokens if resumed else [*tokens[:at], *ask.params["stop_token_ids"]])
+        assert request.num_preemptions == 1
+        engine.control.settled()
+        life = [event.kind for event in engine.control.explain(name).events]
+        assert (life.count("preempted"), life.count("resumed")) == (1, resumed), life
     engine.control.apply(NEUTRAL)
 
 
