@@ -143,6 +143,8 @@ class Agent:
         # Seconds spent in hooks of this and earlier agents, in the worker, and in vLLM's own schedule and
         # update_from_output.
         self.hook_seconds = self.worker_seconds = self.scheduler_seconds = 0.0
+        # Whether the coming step is to compute KV again that a connector has failed to load.
+        self._computes_again = False
         self._adoption = CatchUp()  # Requests from before this agent, or with prompts that take several steps to read.
         # Whether requests have been read again since the newest snapshot; and the time of that snapshot.
         self._reread, self._resynced_s = False, -math.inf
@@ -435,6 +437,13 @@ class Agent:
             if not self.frozen:
                 reuse_answers_last(scheduler, self.tracker.preempted)
 
+    @event(agent_pb2.FAULT_CAUSE_AFTER_UPDATE)
+    def computes_again(self) -> None:
+        """Leave the coming step to vLLM, because a KV connector has failed to load blocks. Of the requests that share
+        such a block the first one in vLLM's order computes it again, and the others may not run before that."""
+        self.calm.end()
+        self._computes_again = True
+
     @event(agent_pb2.FAULT_CAUSE_FREEING)
     def freeing(self, scheduler: Scheduler, request: Request) -> None:
         """Unhash or note the KV blocks of a request before they go back to the pool."""
@@ -470,12 +479,13 @@ class Agent:
         self.hand_over.obey()
         if self._adoption:
             self._adopt_some(scheduler)
-        if self.frozen:
-            if not self._adoption:
+        if scheduler.num_spec_tokens and not self.frozen:
+            self.masks.drop_unknown_drafts()
+        if self.frozen or self._computes_again:
+            self._computes_again = False
+            if self.frozen and not self._adoption:
                 calm.end_full_look(scheduler, None, [])
             return []
-        if scheduler.num_spec_tokens:
-            self.masks.drop_unknown_drafts()
         plan = self.directives.active_plan()
         if plan is not None:
             self.queues.obey(scheduler, plan)

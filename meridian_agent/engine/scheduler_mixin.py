@@ -221,6 +221,12 @@ class GovernedScheduler(Scheduler):
                 self._guard.run(self._agent.preempted, self, request, self._inside)
         return result
 
+    def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        failed = super()._handle_invalid_blocks(*args, **kwargs)  # type: ignore[misc]
+        if failed and self._agent is not None:
+            self._guard.run(self._agent.computes_again)
+        return failed
+
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         if self._agent is not None:
             with self._between_steps:

@@ -37,7 +37,7 @@ CHOSEN = {
     "v2-async": (*SIGNALS_AND_CAPS, "a waiting request preempts", "replaced weights"),
     "tight": ("preemption for a waiting request", "preemption and resumption"),
     "marked-async": ("markers",),
-    "example": ("ExampleConnector", "steps of nothing", "blocks that a connector keeps"),
+    "example": ("ExampleConnector", "steps of nothing", "blocks that a connector"),
     "nixl-and-example": ("MultiConnector",),
     "priority": ("priority policy",),
     "qwen3-vocabulary": ("caps", "answer reserve", "closing text", "real vocabularies"),

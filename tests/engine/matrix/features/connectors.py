@@ -10,6 +10,7 @@ from tests.data import maze
 from tests.engine import STRIPPED, stops_next
 from tests.engine.matrix import connectors, feature
 from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.engine import CLOSED
 from tests.engine.policies import CONVERGED, DENSE, NEUTRAL
 from tests.engine.recording import records
 from tests.processes import wait_for
@@ -286,3 +287,58 @@ def _read(engine: Engine) -> None:
     path.touch()
     engine.drain()
     path.unlink()
+
+
+@feature("blocks that a connector fails to load are computed again in vLLM's own order", "example")
+def failed_loads(engine: Engine) -> None:
+    """Of the requests that share such a block the first one computes it, so no other may run before it. Stock vLLM
+    itself fails here under asynchronous scheduling."""
+    shared, sampling = engine.prompt(5, CLOSED) * 2, {"temperature": 0.0, "max_tokens": 40}
+    ends = [engine.prompt(0), engine.prompt(1), engine.prompt(2, {}), engine.prompt(3, CLOSED)]
+    asks = {f"r{i}": Ask([*shared, *end], sampling) for i, end in enumerate(ends)}
+    thinking = {f"thinks{i}": Ask(engine.prompt(i), engine.endless(max_tokens=30)) for i in range(2)}
+    # The connector stores the KV of these prompts.
+    expected = [engine.tokens([ask])[0] for ask in asks.values()]
+    engine.tokens([*thinking.values()])
+    engine.drain()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.llm.collective_rpc(fail_to_load)
+    run = engine.run(thinking)
+    run.until(lambda: all(len(run.tokens[name]) > 3 for name in thinking))
+    for name, ask in asks.items():
+        ask.put(run, name)
+    run.until(settled=engine.settled)
+    engine.drain()
+    ((failed),) = engine.llm.collective_rpc(load_again)
+    assert failed == len(asks) + len(thinking)
+    assert [run.tokens[name] for name in asks] == expected
+
+
+def fail_to_load(worker: Any) -> None:
+    """Let a worker's ExampleConnector load nothing, and report the blocks."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector, blocks = get_kv_transfer_group(), list[set[int]]()
+    worker.meridian_failed = 0
+
+    def start(context: Any) -> None:
+        loads = [r for r in connector._get_connector_metadata().requests if not r.is_store and context.attn_metadata]
+        blocks.extend({*(r.slot_mapping // connector._block_size).tolist()} for r in loads)
+        worker.meridian_failed += len(loads)
+
+    def errors() -> set[int]:
+        reported = set[int]().union(*blocks)
+        blocks.clear()
+        return reported
+
+    connector.start_load_kv, connector.get_block_ids_with_load_errors = start, errors
+
+
+def load_again(worker: Any) -> int:
+    """Undo `fail_to_load`, and return for how many requests nothing was loaded."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    del connector.start_load_kv, connector.get_block_ids_with_load_errors
+    failed: int = worker.meridian_failed
+    return failed
