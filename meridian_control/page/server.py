@@ -90,7 +90,7 @@ class StatusPage:
         app = web.Application()
         for path in FILES:
             app.router.add_get(path, self._file)
-        app.router.add_get("/events", self._events)
+        app.router.add_get("/events", self._events, allow_head=False)
         app.router.add_get("/request", self._request)
         app.router.add_get("/history", self._last_hour)
         self._http = HttpListener(app, hosts)

@@ -235,6 +235,9 @@ async def test_it_is_read_only_and_loads_nothing_from_elsewhere(tmp_path: Path) 
             for method in ("POST", "PUT", "DELETE"):
                 async with session.request(method, address + path) as refused:
                     assert refused.status == 405
+        # A response to HEAD has no body, and the stream is nothing else.
+        async with session.head(f"{address}/events") as refused:
+            assert refused.status == 405
 
 
 async def test_viewers_share_one_look_and_are_bounded(tmp_path: Path) -> None:
