@@ -9,7 +9,7 @@ import { showSavings } from "./savings.js";
 import { showTable } from "./tables.js";
 import { change, place, turn, wanted } from "./views.js";
 
-const FILTER_MS = 250, AGAIN_MS = 3000;
+const FILTER_MS = 250, AGAIN_MS = 3000, SILENCE_MS = 20000;
 
 function show(state) {
   const { view } = place();
@@ -72,21 +72,33 @@ function connected(is, why = "The control plane does not answer, so nothing is s
   notice("gone", `${why}${last} Engines keep serving without it.`);
 }
 
-function listen() {
+function later(milliseconds, act) {
   clearTimeout(timer);
+  timer = setTimeout(act, milliseconds);
+}
+
+// A hung control plane, or a network that is lost, breaks no connection.
+function expect() {
+  later(SILENCE_MS, () => {
+    connected(false);
+    listen();
+  });
+}
+
+function listen() {
+  expect();
   if (events) events.close();
   asked = wanted();
   newest = null;
   due = true;
   const stream = new EventSource(`events?${asked}`);
   events = stream;
-  stream.onopen = () => connected(true);
   stream.onerror = () => {
     if (stream !== events) return;
     const refused = stream.readyState === EventSource.CLOSED;
     connected(false, refused ? "The control plane does not let this page in, because too many are open." : undefined);
     // A browser tries again by itself only if the connection broke.
-    if (refused) timer = setTimeout(listen, AGAIN_MS);
+    if (refused) later(AGAIN_MS, listen);
   };
   stream.onmessage = (event) => {
     if (stream !== events) return;
@@ -94,8 +106,14 @@ function listen() {
     heard = Date.now();
     if (!paused || due) show(newest);
     due = false;
+    expect();
+    connected(true);
   };
-  stream.addEventListener("trouble", (event) => notice("notice", JSON.parse(event.data)));
+  stream.addEventListener("trouble", (event) => {
+    notice("notice", JSON.parse(event.data));
+    expect();
+    connected(true);
+  });
 }
 
 // Asks for what the place needs, unless the stream sends it already.
@@ -108,9 +126,9 @@ function arrive() {
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", String(paused));
-  const open = events.readyState === EventSource.OPEN;
+  const open = events.readyState === EventSource.OPEN && newest !== null;
   connected(open);
-  if (!paused && open && newest) show(newest);
+  if (!paused && open) show(newest);
 });
 $("skip").addEventListener("click", (event) => {
   event.preventDefault();
@@ -132,8 +150,10 @@ window.addEventListener("hashchange", arrive);
 window.addEventListener("placechange", arrive);
 // A page that nobody sees asks for nothing.
 document.addEventListener("visibilitychange", () => {
-  if (document.hidden) events.close();
-  else listen();
+  if (document.hidden) {
+    clearTimeout(timer);
+    events.close();
+  } else listen();
 });
 turn();
 follow();

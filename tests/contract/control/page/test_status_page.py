@@ -493,6 +493,31 @@ async def test_no_number_is_shown_while_the_control_plane_is_gone(browser: Brows
         await again.stop()
 
 
+async def test_no_number_is_shown_while_nothing_comes(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control plane that hangs keeps its connections open, as does a network that is lost."""
+    collect, goes_on = Collector.collect, asyncio.Event()
+    goes_on.set()
+
+    async def hanging(collector: Collector, *arguments: Any) -> Contents:
+        await goes_on.wait()
+        return await collect(collector, *arguments)
+
+    monkeypatch.setattr(Collector, "collect", hanging)
+    async with browsing(browser) as (page, _), served(tmp_path) as (_, address):
+        await page.clock.install()
+        await page.goto(f"{address}/#engines")
+        await page.get_by_text("No engine has connected.").wait_for()
+        goes_on.clear()
+        await page.clock.fast_forward(60_000)
+        await page.locator("#gone", has_text="heard from it last at").wait_for()
+        assert not await page.locator("main").is_visible()
+        goes_on.set()
+        await page.locator("#connection-text", has_text="live").wait_for()
+        assert await page.get_by_text("No engine has connected.").is_visible()
+
+
 async def test_a_page_too_many_says_so_and_tries_again(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
