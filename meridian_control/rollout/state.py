@@ -133,6 +133,7 @@ class Rollout(Value):
 
     def message(self) -> rollout_pb2.Rollout:
         hidden = {"changes", "version", "harm_limit", "candidate", "stable", "reference"}
+        hidden |= set() if self.active else {"waiting_for"}
         fields = self.model_dump(mode="json", exclude_none=True, exclude=hidden)
         return json_format.ParseDict(fields | {"etag": self.etag}, rollout_pb2.Rollout())
 

@@ -526,6 +526,7 @@ async def test_meridianctl(control: Control, tmp_path: Path) -> None:
     for command, state in (("pause", "paused"), ("resume", "running"), ("abort", "aborted")):
         done = await rollout(command, "--reason", "so")
         assert (done.exit_code, done.stdout.splitlines()[1].split()) == (OK, ["state", state])
+        assert ("waits for" in done.stdout) == (command != "abort"), "a rollout that has ended waits for nothing"
     waited = await rollout("status", 1, "--wait", "-o", "json")
     assert (waited.exit_code, waited.stderr) == (FAILED, "rollout 1 is aborted\n")
     assert '"state": "ROLLOUT_STATE_ABORTED"' in waited.stdout
