@@ -77,7 +77,10 @@ def policy_get(context: typer.Context, revision: Revision = 0, output: OutputOpt
     policy = _readable(stored.policy)
     if output.is_table:
         rows = [(change.path, change.after, change.before) for change in diff(schema.Policy(), policy)]
-        console().print(_rows(("field", "value", "default"), rows))
+        if rows:
+            console().print(_rows(("field", "value", "default"), rows))
+        else:
+            say("every field has its default")
         return
     note = {key: getattr(stored, key) for key in ("revision", "etag", "author", "reason")}
     say(f"# {json.dumps(note, ensure_ascii=False)}")
@@ -223,7 +226,7 @@ def policy_diff(
         request = policy_pb2.DiffPoliciesRequest(before=before, after=after)
         answer = client.policy.DiffPolicies(request, timeout=CALL_TIMEOUT_S)
     names = (f"revision {answer.before}" if answer.before else "defaults", f"revision {answer.after}")
-    show(answer.changes, output, change_table(answer.changes, names), "no field differs")
+    print_changes(answer.changes, names, output)
 
 
 @policy_app.command("explain")
@@ -341,7 +344,7 @@ def _print_answer(
 ) -> None:
     """Print what a call has changed, or would change. changes: print each field that changes."""
     if changes:
-        console().print(change_table(answer.changes, ("before", "after")))
+        print_changes(answer.changes)
     stored = answer.revision
     say(f"revision {stored.revision} etag {stored.etag}" if stored.revision else if_checked)
     print_warnings(answer.warnings)
@@ -352,8 +355,13 @@ def print_warnings(warnings: Iterable[str]) -> None:
         say(f"warning: {warning}", err=True)
 
 
-def change_table(changes: Iterable[policy_pb2.PolicyChange], names: tuple[str, str]) -> Table:
-    return _rows(("field", *names), [(c.path, c.before, c.after) for c in changes])
+def print_changes(
+    changes: Sequence[policy_pb2.PolicyChange],
+    names: tuple[str, str] = ("before", "after"),
+    output: Output = Output.table,
+) -> None:
+    rows = _rows(("field", *names), [(c.path, c.before, c.after) for c in changes])
+    show(changes, output, rows, "no field differs")
 
 
 def _rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

@@ -35,7 +35,7 @@ from meridian_control.cli.console import (
     show_value,
     stamp_text,
 )
-from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, change_table, print_warnings
+from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, print_changes, print_warnings
 from meridian_control.common.plain_data import plain
 from meridian_control.policy import formats as forms
 from meridian_control.rollout.plan import Plan
@@ -96,7 +96,7 @@ def rollout_start(
         )
         answer = client.rollout.StartRollout(request, timeout=CALL_TIMEOUT_S)
     if diff:
-        console().print(change_table(answer.changes, ("before", "after")))
+        print_changes(answer.changes)
     print_warnings(answer.warnings)
     if dry_run:
         say(f"{file} and {steps}: valid, nothing started")
@@ -243,7 +243,7 @@ def _word(rollout: rollout_pb2.Rollout) -> str:
 
 def short_text(rollout: rollout_pb2.Rollout) -> str:
     """Return a rollout's state in a line."""
-    waits = f", waits for {rollout.waiting_for}" if rollout.waiting_for and rollout.state in ACTIVE else ""
+    waits = f", waits for {rollout.waiting_for}" if rollout.waiting_for else ""
     violated = f", violates {rollout.violation.guardrail}" if rollout.HasField("violation") else ""
     where = f"step {_step(rollout)} with revision {rollout.candidate_revision}"
     return f"{rollout.rollout_id} {_word(rollout)}, {where}{waits}{violated}"

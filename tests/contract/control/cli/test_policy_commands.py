@@ -318,6 +318,9 @@ async def test_rollback(control: Control, file: Path) -> None:
     checked = await control("policy", "rollback", 1, "--dry-run", "--diff")
     assert rows(checked)[1] == ["fallback.lease_ms", "30000", "500"]
     assert checked.stdout.endswith("revision 1: valid, nothing changed\n")
+    same = await control("policy", "rollback", 2, "--dry-run", "--diff")
+    assert same.stdout == "no field differs\nrevision 2: valid, nothing changed\n"
+    assert (await control("policy", "get", "-o", "table")).stdout == "every field has its default\n"
     assert (await control("policy", "rollback", 1)).stdout.startswith("revision 3 etag ")
     assert json.loads((await control("policy", "get")).stdout.splitlines()[0][2:])["reason"] == "rollback to revision 1"
     stale = await control("policy", "rollback", 1, "--etag", "stale")
