@@ -332,7 +332,7 @@ def patient(ask: Callable[[], T], most_s: float = math.inf) -> T:
         try:
             return ask()
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() >= deadline:
+            if _EXIT_CODES.get(error.code()) != UNREACHABLE or time.monotonic() >= deadline:
                 raise
         time.sleep(RETRY_S)
 

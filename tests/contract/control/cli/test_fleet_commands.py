@@ -289,7 +289,7 @@ async def test_wait_for_engines_that_are_not_there(control: Control, file: Path)
         assert (result.exit_code, result.stdout + result.stderr) == (code, said)
 
 
-AWAY = grpc.StatusCode.UNAVAILABLE
+AWAY, HANGS = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def listed(**fields: Any) -> fleet_pb2.ListEnginesResponse:
@@ -333,9 +333,11 @@ def rollout(state: rollout_pb2.RolloutState.ValueType) -> rollout_pb2.GetRollout
         ),
     ],
 )
+@pytest.mark.parametrize("gone", [AWAY, HANGS])
 async def test_a_command_that_waits_goes_on_after_a_restart(
-    monkeypatch: pytest.MonkeyPatch, words: str, script: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, words: str, script: dict[str, Any], gone: grpc.StatusCode
 ) -> None:
+    script = {method: [gone if answer is AWAY else answer for answer in answers] for method, answers in script.items()}
     async with scripted(**script) as target:
         assert (await run(*shlex.split(words), server=target)).exit_code == OK
     monkeypatch.setattr(console, "RECONNECT_S", 0.0)
