@@ -36,7 +36,7 @@ from rich.text import Text
 from meridian_control.cli import contexts
 from meridian_control.common import tls_look
 from meridian_control.common.addresses import is_target
-from meridian_control.common.channels import proxy_option
+from meridian_control.common.channels import KEEPALIVE, proxy_option
 from meridian_control.common.client_credentials import VARIABLES, ClientCredentials
 from meridian_control.common.environment import BadVariable, read
 from meridian_control.common.errors import PolicyError
@@ -126,7 +126,7 @@ class Target:
     def channel(self) -> grpc.Channel:
         """Return a channel to the server. Raises FileError or BadVariable, also if a file cannot be read."""
         server, credentials, _ = self.resolve()
-        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), proxy_option()]
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), proxy_option(), *KEEPALIVE]
         try:
             tls = credentials.channel()
         except OSError as error:

@@ -26,9 +26,11 @@ from meridian_control.cli.expected import NO_ENGINE
 from meridian_control.cli.tables import cause_lines, engine_table, request_table
 
 KEY_POLL_S = 0.1
-# Stands for an update that has not come, because the stream has ended.
+# Seconds without an update after which the shown fleet counts as the one before.
+SILENCE_S = 10.0
+# Stands for an update that has not come.
 NONE_CAME = fleet_pb2.WatchFleetResponse()
-BROKEN = "The connection has ended, and is made again; this was the fleet before:"
+BROKEN = "The connection has ended or is silent, and is made again; this was the fleet before:"
 
 
 def top(
@@ -54,7 +56,7 @@ def top(
         try:
             with _until_q(watch.stop), Live(console=terminal, screen=screen, auto_refresh=False) as live:
                 view = Group()
-                for state in _newest(watch):
+                for state in _newest(watch, max(SILENCE_S, 3 * interval_ms / 1000)):
                     view = _view(state, terminal) if state is not NONE_CAME else view
                     live.update(Group(BROKEN, view) if state is NONE_CAME else view, refresh=True)
         except KeyboardInterrupt:
@@ -97,9 +99,9 @@ class _Watch:
             self._call.cancel()
 
 
-def _newest(call: Iterable[fleet_pb2.WatchFleetResponse]) -> Iterator[fleet_pb2.WatchFleetResponse]:
-    """Yield the updates of a call, without those that a newer one has followed while the caller drew another. Raises
-    what the call raises."""
+def _newest(call: Iterable[fleet_pb2.WatchFleetResponse], silence_s: float) -> Iterator[fleet_pb2.WatchFleetResponse]:
+    """Yield the updates of a call, without those that a newer one has followed while the caller drew another, and
+    NONE_CAME each time that none comes for `silence_s`. Raises what the call raises."""
     updates: queue.SimpleQueue[fleet_pb2.WatchFleetResponse | Exception | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -112,7 +114,10 @@ def _newest(call: Iterable[fleet_pb2.WatchFleetResponse]) -> Iterator[fleet_pb2.
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        newest = updates.get()
+        try:
+            newest = updates.get(timeout=silence_s)
+        except queue.Empty:
+            newest = NONE_CAME
         while not updates.empty():
             newest = updates.get()
         if newest is None:

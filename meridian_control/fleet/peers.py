@@ -19,7 +19,7 @@ import grpc
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 
 from meridian_control.common import tls_look
-from meridian_control.common.channels import NO_PROXY
+from meridian_control.common.channels import KEEPALIVE, NO_PROXY
 from meridian_control.common.errors import NotFound, PermissionDenied, ReplicaUnavailable
 from meridian_control.common.reloading_file import Reloaded
 from meridian_control.fleet.peer_answers import reading
@@ -52,8 +52,7 @@ NAMES = tls_look.Names("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KE
 REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 OPTIONS = [
     NO_PROXY,
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 15_000),
+    *KEEPALIVE,
     # Largest response; a response carries all engines or all requests of a replica.
     ("grpc.max_receive_message_length", 64 << 20),
 ]

@@ -21,6 +21,8 @@ class Proxy:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self.asked: list[str] = []
+        # Whether nothing passes any more, as through a network that is lost.
+        self.silent = False
         self._open: list[socket.socket] = [self._socket]
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -54,20 +56,20 @@ class Proxy:
         server = socket.create_connection((host, int(port)))
         self._open.append(server)
         client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-        threading.Thread(target=_copy, args=(server, client), daemon=True).start()
-        _copy(client, server)
+        threading.Thread(target=self._copy, args=(server, client), daemon=True).start()
+        self._copy(client, server)
+
+    def _copy(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while part := one.recv(65536):
+                if not self.silent:
+                    other.sendall(part)
 
     def close(self) -> None:
         for each in self._open:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
-
-
-def _copy(one: socket.socket, other: socket.socket) -> None:
-    with suppress(OSError):
-        while part := one.recv(65536):
-            other.sendall(part)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ import yaml
 from meridian.v1 import agent_pb2, fleet_pb2, freeze_pb2, policy_pb2, rollout_pb2
 
 from meridian_control.cli import console, top
+from meridian_control.common import channels
+from meridian_control.common.client_credentials import ClientCredentials
 from tests.contract.ctl import (
     CONNECTED,
     FAILED,
@@ -26,6 +28,8 @@ from tests.contract.ctl import (
     run,
     scripted,
 )
+from tests.contract.proxies import proxy
+from tests.processes import BUSY
 
 
 async def test_engines(control: Control) -> None:
@@ -365,6 +369,33 @@ async def test_top_ends_if_the_control_plane_stays_away(control: Control, monkey
         control.fleet.watch_end = AWAY
         with pytest.raises(grpc.RpcError):
             await asyncio.to_thread(list, updates)
+
+
+async def test_top_says_that_no_update_comes(control: Control) -> None:
+    with grpc.insecure_channel(control.address) as channel:
+        watch = top._Watch(console.Client(channel), fleet_pb2.WatchFleetRequest(interval_ms=2**31 - 1))
+        updates = top._newest(watch, 0.05)
+        control.fleet.engines = [engine("a", 1)]
+        came = [(await asyncio.to_thread(next, updates)).engines for _ in range(2)]
+        watch.stop()
+    assert [len(engines) for engines in came if engines] == [1]
+
+
+async def test_a_stream_ends_if_the_network_is_lost(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "KEEPALIVE", [(name, 500) for name, _ in channels.KEEPALIVE])
+    monkeypatch.setattr(top, "RECONNECT_S", 0.0)
+    with proxy() as between:
+        monkeypatch.setenv("MERIDIAN_PROXY", between.url)
+        with console.Target(control.address, "", ClientCredentials()).channel() as channel:
+            watch = top._Watch(console.Client(channel), fleet_pb2.WatchFleetRequest())
+            updates = iter(watch)
+            await asyncio.to_thread(next, updates)
+            between.silent = True
+            ended = asyncio.create_task(asyncio.to_thread(list, updates))
+            await asyncio.wait([ended], timeout=20 * BUSY)
+            watch.stop()
+            with pytest.raises(grpc.RpcError):
+                await ended
 
 
 async def test_budgets(control: Control) -> None:
