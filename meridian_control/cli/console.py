@@ -7,10 +7,12 @@ The module knows no command, and uses one thread and blocking calls. All text th
 import json
 import math
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -310,18 +312,31 @@ def connect(context: typer.Context) -> Iterator[Client]:
 def watched(show: Callable[[], object], is_repeated: bool) -> None:
     """Print what `show` prints, and again every WATCH_S seconds until Ctrl-C if that is wanted, however long the
     control plane then cannot be reached."""
-    show()
-    while is_repeated:
-        try:
+    with suppress(KeyboardInterrupt) if is_repeated else nullcontext():
+        show()
+        while is_repeated:
             time.sleep(WATCH_S)
-        except KeyboardInterrupt:
-            return
-        say("")
-        try:
-            show()
-        except typer.Exit as error:
-            if error.exit_code != UNREACHABLE:
-                raise
+            say("")
+            try:
+                show()
+            except typer.Exit as error:
+                if error.exit_code != UNREACHABLE:
+                    raise
+
+
+@contextmanager
+def ended_by_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Let SIGINT and SIGTERM call a handler, for a command that has something to put in order before it ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, former in zip(numbers, before, strict=True):
+            signal.signal(number, former)
 
 
 def patient(ask: Callable[[], T], most_s: float = math.inf) -> T:

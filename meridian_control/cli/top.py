@@ -7,6 +7,7 @@ one for updates.
 import os
 import queue
 import select
+import signal
 import sys
 import threading
 import time
@@ -21,7 +22,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from meridian_control.cli.console import INVALID, RECONNECT_S, RETRY_S, Client, connect, console, fail, say
+from meridian_control.cli.console import (
+    INVALID,
+    RECONNECT_S,
+    RETRY_S,
+    Client,
+    connect,
+    console,
+    ended_by_signals,
+    fail,
+    say,
+)
 from meridian_control.cli.expected import NO_ENGINE
 from meridian_control.cli.tables import cause_lines, engine_table, request_table
 
@@ -54,7 +65,11 @@ def top(
                 say(NO_ENGINE)
             return
         try:
-            with _until_q(watch.stop), Live(console=terminal, screen=screen, auto_refresh=False) as live:
+            with (
+                ended_by_signals(signal.default_int_handler),
+                _until_q(watch.stop),
+                Live(console=terminal, screen=screen, auto_refresh=False) as live,
+            ):
                 view = Group()
                 for state in _newest(watch, max(SILENCE_S, 3 * interval_ms / 1000)):
                     view = _view(state, terminal) if state is not NONE_CAME else view

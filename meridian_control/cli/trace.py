@@ -5,11 +5,9 @@ rules. The module uses one thread and blocking calls.
 """
 
 import json
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +28,7 @@ from meridian_control.cli.console import (
     add,
     connect,
     console,
+    ended_by_signals,
     fail,
     finite,
     new_table,
@@ -110,7 +109,7 @@ class _Recorder:
         newest ones.
         """
         retry_until = 0.0
-        with self._signals(), suppress(KeyboardInterrupt):
+        with ended_by_signals(self._on_signal), suppress(KeyboardInterrupt):
             while not self._done():
                 before = self.out.records
                 try:
@@ -147,21 +146,8 @@ class _Recorder:
         finally:
             call.cancel()
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Let SIGINT and SIGTERM end the recording, but never in the middle of writing a record."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = [signal.signal(number, self._on_signal) for number in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
-
     def _on_signal(self, *_: Any) -> None:
+        """End the recording, but never in the middle of writing a record."""
         self._stopped = True
         if not self._writing:
             raise KeyboardInterrupt

@@ -36,6 +36,8 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.engines: list[fleet_pb2.Engine] = []
         self.requests: list[fleet_pb2.LiveRequest] = []
         self.unreachable: list[str] = []
+        # Whether ListEngines gives no answer any more, and whether it was asked since.
+        self.hangs, self.asked = False, asyncio.Event()
         self.page_sizes: set[int] = set()
         self.savings = fleet_pb2.GetSavingsResponse()
         self.budgets = fleet_pb2.ListBudgetsResponse()
@@ -54,6 +56,9 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         return entries[index : index + 1], str(index + 1) if index + 1 < len(entries) else ""
 
     async def ListEngines(self, request: fleet_pb2.ListEnginesRequest, context: Any) -> fleet_pb2.ListEnginesResponse:  # noqa: N802
+        if self.hangs:
+            self.asked.set()
+            await asyncio.Event().wait()
         page, token = self._page(self.engines, request)
         return fleet_pb2.ListEnginesResponse(engines=page, next_page_token=token, unreachable_replicas=self.unreachable)
 

@@ -1,11 +1,14 @@
-"""`meridianctl` as a program: version, help, completion, arguments that are no text, and output that cannot be
-written."""
+"""`meridianctl` as a program: version, help, completion, arguments that are no text, output that cannot be written, and
+signals."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import pty
+import signal
 import subprocess
+import termios
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +16,8 @@ import pytest
 
 from meridian_control import __version__
 from tests.contract.ctl import engine
-from tests.processes import MERIDIANCTL, run
+from tests.fakes.linked import until
+from tests.processes import BUSY, MERIDIANCTL, begin, run, start
 
 if TYPE_CHECKING:
     from tests.contract.ctl import Control
@@ -93,3 +97,39 @@ def test_output_that_is_closed() -> None:
     command = ["sh", "-c", 'exec "$@" >&-', "sh", *MERIDIANCTL, "engines"]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (1, "cannot write the output: standard output is closed\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_top_leaves_the_terminal_as_it_was(control: Control, number: signal.Signals) -> None:
+    control.fleet.engines = [engine("vllm-0", 1)]
+    keyboard, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    environment = {**os.environ, "MERIDIAN_SERVER": control.address, "TERM": "xterm", "COLUMNS": "200"}
+    program = begin([*MERIDIANCTL, "top"], [terminal] * 3, environment)
+
+    def shown(what: bytes) -> None:
+        written = b""
+        while what not in written:
+            written += os.read(keyboard, 65536)
+
+    try:
+        async with asyncio.timeout(60 * BUSY):
+            await asyncio.to_thread(shown, b"vllm-0")
+            program.send_signal(number)
+            # The end of the screen that `top` had for itself.
+            await asyncio.to_thread(shown, b"\x1b[?1049l")
+            assert await asyncio.to_thread(program.wait) == 0
+        assert termios.tcgetattr(terminal) == before
+    finally:
+        program.kill()
+        os.close(terminal)
+
+
+async def test_ctrl_c_ends_a_command_that_watches_also_during_a_call(control: Control, tmp_path: Path) -> None:
+    control.fleet.engines, log = [engine("vllm-0", 1)], tmp_path / "log"
+    program = start([*MERIDIANCTL, "engines", "--watch"], log, {**os.environ, "MERIDIAN_SERVER": control.address})
+    await until(lambda: "vllm-0" in log.read_text(), 60)
+    control.fleet.hangs = True
+    await until(control.fleet.asked.is_set)
+    program.send_signal(signal.SIGINT)
+    assert await asyncio.to_thread(program.wait) == 0
