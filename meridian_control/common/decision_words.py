@@ -59,7 +59,7 @@ KINDS = ("cap", "force", "hand_over", "preempt", "probe", "tier")
 DECISION_REASONS = {*(reason for _, reason in DECISIONS), *REASONS.values(), "no_place", "no_kv_blocks"}
 DECISION_REASONS -= {"unspecified", "extension"}
 OUTCOMES = {
-    "agent_off": "agent off",
+    "agent_off": "agent off or frozen, or stream lost",
     "ended_naturally": "the model ended it first",
     "refused": "refused by the engine",
     "request_gone": "request finished first",

@@ -113,6 +113,7 @@ async def test_only_a_request_whose_stream_is_lost_has_an_unknown_end(control: C
         "live",
     ]
     assert (both.stdout.count(lost), one.stdout.count(lost)) == (0, 1)
+    assert "agent off or frozen, or stream lost" in one.stdout, "what became of its decisions"
 
 
 async def test_decisions_are_listed_newest_first(control: Control) -> None:
