@@ -19,6 +19,7 @@ from rich.table import Table
 from meridian_control.cli.console import (
     CALL_TIMEOUT_S,
     FAILED,
+    INVALID,
     Client,
     Output,
     OutputOption,
@@ -73,7 +74,7 @@ def rollout_start(
     context: typer.Context,
     file: File,
     *,
-    steps: Annotated[Path, typer.Option(help="Steps and guardrails in TOML.")],
+    steps: Annotated[Path, typer.Option(help="Steps and guardrails in TOML; - for standard input.")],
     dry_run: DryRun = False,
     diff: Diff = False,
     etag: Annotated[str, typer.Option(help="Etag that the policy in force must have.", show_default="any")] = "",
@@ -83,6 +84,8 @@ def rollout_start(
     output: OutputOption = Output.table,
 ) -> None:
     """Start a rollout, which brings the policy in FILE to the engines step by step, and print the rollout."""
+    if file == steps == forms.STANDARD_INPUT:
+        fail(INVALID, "--file and --steps must not both be standard input")
     with connect(context) as client:
         plan = forms.load_as(Plan, steps)
         request = rollout_pb2.StartRolloutRequest(

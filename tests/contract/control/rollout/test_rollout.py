@@ -536,6 +536,8 @@ async def test_meridianctl(control: Control, tmp_path: Path) -> None:
     assert listed.stdout.splitlines()[1].split()[:6] == ["1", "aborted", "1", "of", "2", "2"]
     again = await rollout("abort")
     assert (again.exit_code, again.stderr) == (FAILED, "NOT_FOUND: no rollout is active\n")
+    both = await rollout("start", "-f", "-", "--steps", "-")
+    assert (both.exit_code, both.stderr) == (INVALID, "--file and --steps must not both be standard input\n")
     steps.write_text("[[step]]\npercent = 101\n")
     bad = await rollout("start", "-f", policy, "--steps", steps)
     assert (bad.exit_code, bad.stderr) == (INVALID, f"{steps}:2: step[0].percent must be in [0, 100]; got 101\n")
