@@ -1,6 +1,6 @@
 // Draws the last hour as line charts: SVG without a library, because each is two lines, an axis and some marks.
 
-import { $, clock, counted, element, number, setChildren, setText, short } from "./rows.js";
+import { $, answerTo, clock, counted, element, number, setChildren, setText, short } from "./rows.js";
 
 const WIDTH = 400, HEIGHT = 110, ASK_MS = 15000, SHORTEST_S = 300;
 // Each chart has a title, a unit, and lines: the field of a point, the kind of line, and its name.
@@ -152,7 +152,7 @@ $("history").addEventListener("pointerleave", () => choose(points.length));
 export async function keepHistory() {
   try {
     if (!document.hidden && !$("overview").hidden) {
-      const newest = await (await fetch("history")).json();
+      const newest = await answerTo("history");
       // The chosen time stays while older points leave.
       const time = chosen === null ? null : points[chosen].time;
       points = newest;

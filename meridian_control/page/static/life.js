@@ -1,6 +1,6 @@
 // Shows one request's life: a bar of its phases with marks for decisions, and a table of its events.
 
-import { $, counted, element, fillRows, notice, num, reasons, setText } from "./rows.js";
+import { $, answerTo, counted, element, fillRows, notice, num, reasons, setText } from "./rows.js";
 import { fold, setHead } from "./tables.js";
 import { place } from "./views.js";
 
@@ -38,7 +38,7 @@ async function ask() {
   let answer;
   asking = true;
   try {
-    answer = await (await fetch(`request?${new URLSearchParams(mine)}`)).json();
+    answer = await answerTo(`request?${new URLSearchParams(mine)}`);
   } catch (error) {
     answer = { error: `The control plane did not answer: ${error.message}`, again: true };
   }

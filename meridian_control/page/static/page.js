@@ -4,12 +4,12 @@ import { keepHistory } from "./history.js";
 import { follow, lookAgain } from "./life.js";
 import { showOverview, showPhases } from "./overview.js";
 import { showRollout } from "./rollout.js";
-import { $, clock, counted, element, notice, number, setChildren, setText } from "./rows.js";
+import { $, clock, counted, element, notice, number, setChildren, setText, SILENCE_MS } from "./rows.js";
 import { showSavings } from "./savings.js";
 import { showTable } from "./tables.js";
 import { change, place, turn, wanted } from "./views.js";
 
-const FILTER_MS = 250, AGAIN_MS = 3000, SILENCE_MS = 20000;
+const FILTER_MS = 250, AGAIN_MS = 3000;
 
 function show(state) {
   const { view } = place();

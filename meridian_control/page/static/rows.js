@@ -1,5 +1,7 @@
 // Helpers for texts, numbers and tables. Rows are changed in place, so that focus and selection stay.
 
+// Milliseconds after which the page no longer waits for a control plane that says nothing.
+export const SILENCE_MS = 20000;
 export const $ = (id) => document.getElementById(id);
 export const number = new Intl.NumberFormat("en");
 export const clock = (stamp) => (stamp ? new Date(stamp).toLocaleTimeString() : "");
@@ -8,6 +10,8 @@ export const words = (name, prefix = "") => (name || "").replace(prefix, "").toL
 export const counted = (count, what) => `${number.format(count)} ${what}${+count === 1 ? "" : "s"}`;
 export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
 export const num = (value) => [value === null || value === undefined ? "" : number.format(value), "num"];
+
+export const answerTo = async (question) => (await fetch(question, { signal: AbortSignal.timeout(SILENCE_MS) })).json();
 
 export function short(value) {
   if (value === undefined || value === null) return "not measured";

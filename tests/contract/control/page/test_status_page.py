@@ -618,6 +618,24 @@ async def test_one_question_at_a_time_asks_for_a_life(browser: Browser, tmp_path
         await page.unroute_all(behavior="ignoreErrors")
 
 
+async def test_a_question_to_which_no_answer_comes_is_asked_again(browser: Browser, tmp_path: Path) -> None:
+    """A network that is lost breaks no connection."""
+    asked: list[Route] = []
+
+    async def lose_the_first(route: Route) -> None:
+        asked.append(route)
+        if len(asked) > 1:
+            await route.continue_()
+
+    async with browsing(browser) as (page, _), served(tmp_path) as (_, address):
+        await page.add_init_script("const after = AbortSignal.timeout; AbortSignal.timeout = () => after(50)")
+        await page.route("**/request?*", lose_the_first)
+        await page.goto(f"{address}/#requests?id=x")
+        await page.locator("#life-error", has_text="No request").wait_for()
+        assert len(asked) > 1
+        await page.unroute_all(behavior="ignoreErrors")
+
+
 async def another_update(page: Page) -> None:
     """Wait until another viewer has received two more updates, so the page has received them too."""
     await page.evaluate(
