@@ -71,8 +71,9 @@ def status(context: typer.Context, output: OutputOption = Output.table, watch: W
 
 
 def _show(context: typer.Context, output: Output, watch: bool) -> None:
-    with connect(context) as client:
-        facts, unreachable = _ask(context, client)
+    # The channel is closed first, so that no thread waits for an answer after Ctrl-C.
+    with ThreadPoolExecutor() as pool, connect(context) as client:
+        facts, unreachable = _ask(context, client, pool)
     if output.is_table:
         shown = new_table("control plane", facts.server)
         for name, text in _lines(facts):
@@ -85,7 +86,7 @@ def _show(context: typer.Context, output: Output, watch: bool) -> None:
         raise typer.Exit(UNREACHABLE)
 
 
-def _ask(context: typer.Context, client: Client) -> tuple[Facts, list[str]]:
+def _ask(context: typer.Context, client: Client, pool: ThreadPoolExecutor) -> tuple[Facts, list[str]]:
     """Return the facts, and the replicas that did not answer."""
     # The command line, the environment or a context may name the address.
     server = context.obj.resolve()[0]
@@ -106,8 +107,7 @@ def _ask(context: typer.Context, client: Client) -> tuple[Facts, list[str]]:
             not_known[name] = " ".join(error_lines(error))
             return None
 
-    with ThreadPoolExecutor() as pool:
-        policy, newest, freezes = pool.map(told, asks)
+    policy, newest, freezes = pool.map(told, asks)
     savings = client.fleet.GetSavings(fleet_pb2.GetSavingsRequest(), timeout=CALL_TIMEOUT_S)
     facts = Facts(
         server,

@@ -36,8 +36,6 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.engines: list[fleet_pb2.Engine] = []
         self.requests: list[fleet_pb2.LiveRequest] = []
         self.unreachable: list[str] = []
-        # Whether ListEngines gives no answer any more, and whether it was asked since.
-        self.hangs, self.asked = False, asyncio.Event()
         self.page_sizes: set[int] = set()
         self.savings = fleet_pb2.GetSavingsResponse()
         self.budgets = fleet_pb2.ListBudgetsResponse()
@@ -56,9 +54,6 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         return entries[index : index + 1], str(index + 1) if index + 1 < len(entries) else ""
 
     async def ListEngines(self, request: fleet_pb2.ListEnginesRequest, context: Any) -> fleet_pb2.ListEnginesResponse:  # noqa: N802
-        if self.hangs:
-            self.asked.set()
-            await asyncio.Event().wait()
         page, token = self._page(self.engines, request)
         return fleet_pb2.ListEnginesResponse(engines=page, next_page_token=token, unreachable_replicas=self.unreachable)
 
@@ -115,9 +110,10 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
 
 
 @asynccontextmanager
-async def scripted(**answers: Sequence[Message | grpc.StatusCode]) -> AsyncIterator[str]:
+async def scripted(**answers: Sequence[Message | grpc.StatusCode | asyncio.Event]) -> AsyncIterator[str]:
     """Yield the address of a server that answers each call of a method with the next message or status of its script,
-    and the last one again and again. Without a script the status is UNAVAILABLE."""
+    and the last one again and again. An event is set, and the call gets no answer. Without a script the status is
+    UNAVAILABLE."""
 
     class Script(grpc.GenericRpcHandler):
         def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
@@ -127,6 +123,9 @@ async def scripted(**answers: Sequence[Message | grpc.StatusCode]) -> AsyncItera
                 told = left.pop(0) if len(left) > 1 else left[0]
                 if isinstance(told, Message):
                     return told.SerializeToString()
+                if isinstance(told, asyncio.Event):
+                    told.set()
+                    await asyncio.Event().wait()
                 return await context.abort(told, "no answer")
 
             return grpc.unary_unary_rpc_method_handler(answer)

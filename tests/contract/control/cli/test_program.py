@@ -8,14 +8,16 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import termios
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from meridian.v1 import fleet_pb2
 
 from meridian_control import __version__
-from tests.contract.ctl import engine
+from tests.contract.ctl import engine, scripted
 from tests.fakes.linked import until
 from tests.processes import BUSY, MERIDIANCTL, begin, run, start
 
@@ -125,11 +127,26 @@ async def test_top_leaves_the_terminal_as_it_was(control: Control, number: signa
         os.close(terminal)
 
 
-async def test_ctrl_c_ends_a_command_that_watches_also_during_a_call(control: Control, tmp_path: Path) -> None:
-    control.fleet.engines, log = [engine("vllm-0", 1)], tmp_path / "log"
-    program = start([*MERIDIANCTL, "engines", "--watch"], log, {**os.environ, "MERIDIAN_SERVER": control.address})
-    await until(lambda: "vllm-0" in log.read_text(), 60)
-    control.fleet.hangs = True
-    await until(control.fleet.asked.is_set)
-    program.send_signal(signal.SIGINT)
-    assert await asyncio.to_thread(program.wait) == 0
+# Without the time after which a call ends by itself.
+PATIENT = """
+import signal
+from meridian_control.cli import console, main, policy
+console.CALL_TIMEOUT_S = policy.CALL_TIMEOUT_S = 1e6
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main.main()
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [("engines --watch", 0), ("status", 130)])
+async def test_ctrl_c_ends_a_command_during_a_call(tmp_path: Path, words: str, code: int) -> None:
+    asked = asyncio.Event()
+    async with scripted(ListEngines=[fleet_pb2.ListEnginesResponse(), asked], GetPolicy=[asked]) as target:
+        command = [sys.executable, "-c", PATIENT, *words.split()]
+        program = start(command, tmp_path / "log", {**os.environ, "MERIDIAN_SERVER": target})
+        try:
+            await until(asked.is_set)
+            program.send_signal(signal.SIGINT)
+            async with asyncio.timeout(20 * BUSY):
+                assert await asyncio.to_thread(program.wait) == code
+        finally:
+            program.kill()
