@@ -113,11 +113,14 @@ def _read(path: Path) -> str:
 def with_fields(values: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
     """Return values by section with those of texts such as `scheduler.max_think_tokens=4000`. A value that is no TOML
     is a string. Raises PolicyError."""
+    given: dict[str, str] = {}
     for field in fields:
         name, _, value = field.partition("=")
         section = _section(name, value) if "." in name and value else None
         if section is None:
             raise PolicyError([Violation(field, "must be FIELD=VALUE, for example scheduler.max_think_tokens=4000")])
+        if given.setdefault(name, value) != value:
+            raise PolicyError([Violation(name, f"must have one value; got {given[name]} and {value}")])
         # A name may go on into a field's own table, of which it changes one entry.
         values = merged(values, section, _depth(tomllib.loads(f"{name} = 0")) - 1)
     return dict(values)

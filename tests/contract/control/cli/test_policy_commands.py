@@ -77,6 +77,7 @@ async def test_set_and_merge_change_some_fields(control: Control, file: Path, tm
 
 
 BAD_FIELDS = [
+    (("loop.shadow=true", "loop.shadow=false"), "loop.shadow must have one value; got true and false\n"),
     (["scheduler"], "scheduler must be FIELD=VALUE, for example scheduler.max_think_tokens=4000"),
     (["max_think_tokens=3"], "max_think_tokens=3 must be FIELD=VALUE"),
     (["scheduler.max_think_tokens="], "scheduler.max_think_tokens= must be FIELD=VALUE"),
