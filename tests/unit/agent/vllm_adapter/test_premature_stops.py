@@ -26,6 +26,7 @@ def test_tokens_of_a_step_under_way_do_not_take_the_place_of_a_stop_that_is_take
         _all_token_ids=[5, 6, 7, 8],
         block_hashes=[],
         num_tokens=3,
+        num_computed_tokens=2,
         num_in_flight_tokens=1,
     )
     preempted: list[Any] = []
