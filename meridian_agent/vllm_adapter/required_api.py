@@ -55,8 +55,10 @@ ENGINE: Table = {
         "add_request(request=_, **_)",
         "finish_requests(request_ids=_, finished_status=_, **_)",
         "shutdown(**_)",
+        "reset_prefix_cache(**_)",
         "_preempt_request(request=_, **_)",
         "_free_request_blocks(request=_, **_)",
+        "_handle_invalid_blocks(**_)",
         *members_of(vllm_types.Scheduler),
     ),
     "vllm.v1.core.sched.request_queue:FCFSRequestQueue": members_of(vllm_types.RequestQueue),
@@ -283,6 +285,7 @@ V2_PROBE_ROWS: Table = {
 PREMATURE_STOPS_FROM = (0, 31)
 PREMATURE_STOPS: Table = {
     "vllm.v1.core.sched.scheduler:Scheduler": (
+        "get_num_unfinished_requests()",
         "_free_request(_)",
         "_handle_stopped_request(_)",
         "_preempt_request(_, _, drop_stale_output=_)",

@@ -24,6 +24,7 @@ from meridian_agent.vllm_adapter.required_api import (
     FRONT_END,
     LIMITS,
     METRICS,
+    PREMATURE_STOPS,
     V1_RUNNER,
     V2_RUNNER,
     Imported,
@@ -128,6 +129,19 @@ def test_other_parameters(owner: str, before: str, after: str, problem: str) -> 
     (found,) = missing(Maimed(change), {row: ALL[row]})
     assert any(changed)
     assert problem in found
+
+
+def test_every_method_that_the_agent_overrides_is_looked_for() -> None:
+    """vLLM would call none under another name, and nothing would say so."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from meridian_agent.engine.scheduler_mixin import GovernedScheduler
+
+    owner = "vllm.v1.core.sched.scheduler:Scheduler"
+    known = {member.partition("(")[0] for table in (ENGINE, PREMATURE_STOPS) for member in table[owner]}
+    overridden = {name for name in vars(GovernedScheduler).keys() & vars(Scheduler).keys() if name[:2] != "__"}
+    assert len(overridden) >= 12
+    assert overridden - known == set()
 
 
 def test_the_imported_vllm_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
