@@ -7,6 +7,7 @@ reads the field in the front end. In the engine core all code runs on the engine
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,9 +63,8 @@ class PhaseNumberSender:
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
-        self._sent_at = 0.0
-        # Whether the newest message with numbers had no live request.
-        self._had_none = True
+        # Time of the newest message with numbers; minus infinity if it had no live request.
+        self._sent_at = -math.inf
         self._ttfvt_s: list[float] = []
         self._saved_tokens = 0
         # Thinking tokens that are not sent yet; below 0 while a marker has taken back more tokens than were generated.
@@ -73,7 +73,7 @@ class PhaseNumberSender:
     def due_s(self) -> float:
         """Return the time from which `add_to` has numbers to add, in monotonic seconds; until then it adds an empty
         list."""
-        return 0.0 if self._had_none else self._sent_at + INTERVAL_S
+        return self._sent_at + INTERVAL_S
 
     def add_to(self, stats: Any, now_s: float) -> None:
         """Add the field to the statistics of a step; None if vLLM collects none. now_s: monotonic seconds."""
@@ -87,7 +87,7 @@ class PhaseNumberSender:
         numbers: list[float] = []
         # Without live requests no step may follow.
         if now_s >= self.due_s() or not tracker.by_id:
-            numbers, self._sent_at, self._had_none = self._take().encode(), now_s, not tracker.by_id
+            numbers, self._sent_at = self._take().encode(), now_s if tracker.by_id else -math.inf
         setattr(stats, FIELD, numbers)
 
     def _take(self) -> PhaseNumbers:
