@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -177,15 +177,7 @@ def calibrate(
     offered = {*families, CAP} - (set() if scheduler.enabled and not scheduler.shadow else {SOFT})
     tried = {family: halves.tried(rules) for family, rules in single_rules(replay, fit).items() if family in offered}
     usable = [family for family in tried if (unattended or set(SIGNALS[family]) <= good) and family != CAP]
-    cautious = {
-        family: [t.rule for t in pareto(tried[family]) if t.harm <= PAIRED_LOSS * goal.max_loss] for family in usable
-    }
-    pairs = {family: halves.tried(rules) for family, rules in paired(cautious, PAIRED_RULES).items()}
-    target = halves.target([t for family in usable for t in tried[family]], SPARE)
-    pair = halves.target([t for tries in pairs.values() for t in tries], SPARE)
-    if pair is not None and (target is None or pair.saved > target.saved + PAIR_MUST_ADD):
-        target = pair
-
+    target, pairs = _target(halves, {family: tried[family] for family in usable})
     family = (tried | pairs)[target.rule.family] if target is not None else []
     path, alone = halves.path(family, target), halves.target(family)
     if give_up_path := _give_up_path(halves, target, alone.saved if alone is not None else 0.0):
@@ -211,6 +203,18 @@ def calibrate(
             goal,
         ),
     )
+
+
+def _target(halves: Halves, tried: dict[str, list[Tried]]) -> tuple[Tried | None, dict[str, list[Tried]]]:
+    """Return the rule that the first half would choose, None if no rule saves anything safely; and the pairs of rules
+    that were tried, by family. tried: single rules, by family."""
+    most = PAIRED_LOSS * halves.goal.max_loss
+    cautious = {family: [t.rule for t in pareto(rules) if t.harm <= most] for family, rules in tried.items()}
+    pairs = {family: halves.tried(rules) for family, rules in paired(cautious, PAIRED_RULES).items()}
+    target, pair = (halves.target([*chain(*each.values())], SPARE) for each in (tried, pairs))
+    if pair is not None and (target is None or pair.saved > target.saved + PAIR_MUST_ADD):
+        target = pair
+    return target, pairs
 
 
 def _cap_tokens(halves: Halves, proved: Tried | None) -> int:
