@@ -62,7 +62,7 @@ def load() -> Contexts:
     if file is None:
         return Contexts()
     try:
-        return Contexts.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+        return Contexts.model_validate(tomllib.loads(file.read_text(encoding="utf-8-sig")))
     except FileNotFoundError:
         return Contexts()
     except OSError as error:
@@ -98,7 +98,7 @@ def use(name: str) -> Path:
     assert file is not None, "a context has been found"
     line = f"current = {json.dumps(name, ensure_ascii=False)}"
     try:
-        text = file.read_bytes().decode()
+        text = file.read_bytes().decode("utf-8-sig")
         head, tables, rest = re.fullmatch(r"(.*?)(^\s*\[|\Z)(.*)", text, re.DOTALL | re.MULTILINE).groups()  # type: ignore[union-attr]
         changed, count = re.subn(r"^\s*current\s*=[^\r\n]*", lambda _: line, head, count=1, flags=re.MULTILINE)
         end = "\r\n" if "\r\n" in text else "\n"

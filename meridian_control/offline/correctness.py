@@ -171,7 +171,7 @@ def _numbers(path: Path, episodes: Episodes) -> dict[str, int]:
 
 def _rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise FileError(path, "", f"cannot be read: {reason}") from error

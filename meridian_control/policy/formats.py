@@ -104,7 +104,9 @@ def load_tables(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        return sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
+        # Some editors write a byte order mark, which is no part of the text.
+        return text.removeprefix("\ufeff")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise PolicyError([Violation(f"{path}:", f"cannot be read: {reason}")]) from error

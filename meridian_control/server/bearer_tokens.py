@@ -89,7 +89,7 @@ class Tokens:
 
 
 def _public_keys(file: Path) -> list[Key]:
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")
     if not text.lstrip().startswith("{"):
         return [_pem(file, text)]
     try:

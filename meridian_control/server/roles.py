@@ -230,7 +230,7 @@ class Identities:
 
     def __init__(self, file: Path) -> None:
         try:
-            contents = _File.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+            contents = _File.model_validate(tomllib.loads(file.read_text(encoding="utf-8-sig")))
         except ValidationError as error:
             first = error.errors()[0]
             path = ".".join(map(str, first["loc"]))
