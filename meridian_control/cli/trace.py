@@ -79,7 +79,7 @@ def record(
                 out.unlink()
             warn_unreachable(recorder.unreachable)
         if not writer.records:
-            say(f"{out} was not written, because no message of an engine arrived", err=True)
+            fail(FAILED, f"{out} was not written, because no message of an engine arrived")
 
 
 @dataclass

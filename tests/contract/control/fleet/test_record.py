@@ -343,7 +343,7 @@ async def test_record_to_a_file_that_is_there(control: Control, tmp_path: Path) 
 async def test_a_recording_of_nothing_says_so(control: Control, tmp_path: Path) -> None:
     out = tmp_path / "a.trace"
     result = await run("record", out, "--duration", 0.1, server=control.target)
-    assert (result.exit_code, result.stdout) == (OK, "")
+    assert (result.exit_code, result.stdout) == (FAILED, "")
     assert result.stderr == f"{out} was not written, because no message of an engine arrived\n"
     assert not out.exists()
 
