@@ -87,9 +87,10 @@ def _calibrated(
     for file in (policy, report):
         file.unlink(missing_ok=True)
     batch = record(engine, reference, samples, folder, where)
-    # The base is not the policy of the recording, because that policy probes everywhere.
+    # The base is not the policy of the recording, because that policy probes everywhere. A file without a header is no
+    # policy.
     base = folder / "base.toml"
-    base.write_text(tomli_w.dumps(arms.with_answer_prefix({}, task.name, task.answer_prefix)))
+    base.write_text(tomli_w.dumps(arms.with_answer_prefix({"entropy": {}}, task.name, task.answer_prefix)))
     written = ["--out", str(policy), "--report", str(report)]
     process = subprocess.run(
         [
