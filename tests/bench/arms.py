@@ -99,11 +99,12 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def shadowed(policy: Mapping[str, Any], *, probes: bool) -> dict[str, Any]:
-    """Return the policy in shadow with the same observation, and either with an EAT level that no sample is below, so
-    that it probes until thinking ends, or with a floor so high that no probe is requested."""
+    """Return the policy in shadow with the same observation, of all requests, and either with an EAT level that no
+    sample is below, so that it probes until thinking ends, or with a floor so high that no probe is requested."""
     entropy = {**policy["entropy"], "shadow": True, "eat_level_threshold_nats": 0.0}
-    floor = {"min_think_tokens": 0 if probes else 30_000}
-    return {**policy, "scheduler": {**policy.get("scheduler", {}), **floor}, "entropy": entropy}
+    scheduler = {**policy.get("scheduler", {}), "min_think_tokens": 0 if probes else 30_000}
+    telemetry = {**policy.get("telemetry", {}), "shadow_sample_ratio": 1.0}
+    return {**policy, "scheduler": scheduler, "telemetry": telemetry, "entropy": entropy}
 
 
 def single_rules(report: Mapping[str, Any], natural_tokens: float) -> list[Arm]:

@@ -20,7 +20,7 @@ from tests.bench.arms import Arm
 from tests.bench.calibrate import calibrate
 from tests.bench.cuts import Reference, oracle
 from tests.bench.driver import Engine
-from tests.bench.harness import Column
+from tests.bench.harness import BenchError, Column
 from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE, RUNNING
 from tests.bench.third_task import answered, broken
 
@@ -206,7 +206,9 @@ def probe_time_share(made: Measurement, policy: dict[str, Any], repetitions: int
     for repetition in range(repetitions + 1):
         order = (False, True) if repetition % 2 else (True, False)
         pairs.append({probes: made.engine.run(samples, arms.shadowed(policy, probes=probes)) for probes in order})
-    per_probe_s = [(pair[True].decode_s - pair[False].decode_s) / max(1, pair[True].probes) for pair in pairs[1:]]
+    if not all(pair[True].probes for pair in pairs):
+        raise BenchError("no probe ran under the policy in shadow")
+    per_probe_s = [(pair[True].decode_s - pair[False].decode_s) / pair[True].probes for pair in pairs[1:]]
     enforced = [made.engine.run(samples, policy) for _ in range(ENFORCED_REPETITIONS)]
     decode_s, probes = (statistics.median(getattr(b, name) for b in enforced) for name in ("decode_s", "probes"))
     found = harness.interval([probes * one_s / decode_s for one_s in per_probe_s])
