@@ -15,6 +15,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.think_ends import CUT, EMPTY_ANSWER, FINISHED
+from meridian_control.journal.request_ids import is_later_choice
 from meridian_control.policy.drift_schema import SIGNALS, bin_of
 from meridian_control.policy.shortening_kinds import Kind, kinds_of, not_measured
 
@@ -118,7 +119,9 @@ class Experiment:
         arm.aborts += reason == agent_pb2.FINISH_REASON_ABORT
         arm.lengths += reason in CUT
         if request is not None:
-            verdicts = self._compare(request, think_tokens, has_answer)
+            opened = table.info[slot]
+            alone = opened is None or not is_later_choice(opened.request_id)
+            verdicts = self._compare(request, think_tokens, judgeable=has_answer and alone)
             natural = request.stopped and table.first_end[slot] == NATURAL_END
             kind, side = (request.stopped_by if natural else None), "natural_ends"
         else:
@@ -133,12 +136,16 @@ class Experiment:
         """Count a request's first value of a signal that a rule could read."""
         self.samples[signal][bin_of(self.references[signal], value)] += 1
 
-    def _compare(self, request: ControlRequest, think_tokens: int, has_answer: bool) -> list[str]:
-        """Compare a request of the control group with the first end that shortening would have made."""
+    def _compare(self, request: ControlRequest, think_tokens: int, *, judgeable: bool) -> list[str]:
+        """Compare a request of the control group with the first end that shortening would have made.
+
+        judgeable: whether the request has an answer and is the first choice of its prompt. Choices of one prompt are
+        harmed together, and the tests and bounds of harm hold for independent requests.
+        """
         if request.stopped:
             self.counts.shadow_saved_tokens += max(0, think_tokens - request.stop_tokens)
         # A request is given up because its trial answers change, so a change does not mean harm.
-        if not has_answer or request.gives_up:
+        if not judgeable or request.gives_up:
             return []
         stopped_by = request.stopped_by if request.stopped else None
         if stopped_by is not None and not request.is_judged(think_tokens):

@@ -25,6 +25,7 @@ from meridian_control.common.table_columns import FORCED_END, NO_CAP
 from meridian_control.engine.moments import sentence_ends
 from meridian_control.engine.part import UNREAD_PROBE, Part
 from meridian_control.engine.token_rows import differs
+from meridian_control.journal.request_ids import is_later_choice
 from meridian_control.policy.drift_schema import SIGNALS
 from meridian_control.policy.effects import self_calibrates
 from meridian_control.policy.shortening_kinds import ENTROPY, Kind, acts_on_thinking, kinds_for_request, may_shorten
@@ -105,13 +106,15 @@ class ControlGroup(Part):
         return True
 
     def _await_signals(self, slot: int, own: Policy, opened: OpenedRequest, *, begins: bool, same_rules: bool) -> None:
-        """Note the signals of a request that are compared with the calibration once their first values come."""
+        """Note the signals of a request that are compared with the calibration once their first values come. Of several
+        choices of one prompt the first is compared, because they are alike."""
         assert self._policy is not None
         assert self.experiment is not None
         control, described = bool(self._table.control[slot]), self.experiment.references
         signals = compared_signals(self._policy, own, opened.min_think_tokens, described, control=control)
         before = int(self._table.awaited_signals[slot]) if same_rules else 0
-        awaited = sum(BITS[signal] for signal in signals)
+        alone = not (signals and is_later_choice(opened.request_id))
+        awaited = sum(BITS[signal] for signal in signals) if alone else 0
         self._table.put(slot, awaited_signals=awaited if begins else awaited & before)
 
     def unshortened(self, policy: Policy) -> Policy:

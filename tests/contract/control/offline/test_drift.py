@@ -183,6 +183,13 @@ def test_each_request_counts_once_with_the_first_sample_that_a_rule_could_read(s
     assert [each.calibrated for each in told_of(made).eat_samples] == [30, 40, 30]
 
 
+def test_of_the_choices_of_one_prompt_only_the_first_counts() -> None:
+    made = stream(rules(REFERENCE))
+    for choice in range(4):
+        run_one(made, {0: 0.5}, name=f"{choice}_chatcmpl-a")
+    assert seen(made) == [0, 1, 0]
+
+
 def test_requests_with_other_rules_another_floor_or_no_sample_do_not_count() -> None:
     override = [
         {"tenant": "other", "entropy": {"eat_warmup_samples": 3}},

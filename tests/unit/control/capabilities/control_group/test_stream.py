@@ -176,6 +176,20 @@ def test_harm_by_the_trial_answer_that_stays(course: Course, judged: tuple[int, 
     assert (told.shadow_saved_tokens > 10) == bool(judged[1])
 
 
+def test_of_the_choices_of_one_prompt_only_the_first_is_judged() -> None:
+    """Choices of one prompt are harmed together, so that they would be counted as proof of more harm than there is."""
+    made = stream(HALF)
+    prompts = (f"chatcmpl-{number}" for number in range(1000))
+    prompt = next(each for each in prompts if all(held_out(f"{choice}_{each}", 0.5) for choice in range(4)))
+    for choice in range(4):
+        Course(30, low_from=8, right_from=20).open(made, f"{choice}_{prompt}")
+    made.step(40)
+    told = counts(made)
+    assert (told.judged, told.judged_stops, told.harmful, told.unjudged) == (1, 1, 1, 0)
+    assert (told.control.requests, told.control.stopped, told.control.think_tokens) == (4, 4, 120)
+    assert Watch().look({"alone": told}) < 1
+
+
 def test_an_empty_answer_at_the_stop_is_harm() -> None:
     made = stream(HALF)
     made.agent.empty_answer = True
