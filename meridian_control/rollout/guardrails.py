@@ -16,7 +16,7 @@ P99 = 0.99
 # with a probability of at most 1 %.
 STRONG_EVIDENCE = 100.0
 # Once so many requests were shortened in a step, it waits until so many requests of the control group are judged. With
-# so many, harm of a quarter of the answers is found with a probability of 95 %.
+# so many, harm of three answers in ten is found with a probability of 95 % at a limit of 0.01, of 90 % at 0.02.
 MIN_SHORTENED, MIN_JUDGED = 30, 20
 
 
@@ -56,7 +56,7 @@ def _harm(mine: Measured, limit: float, watched: bool) -> GuardrailReading:
     Once the candidate has shortened requests, a step waits until enough of the control group are judged. It does not
     wait if most requests that would be harmed cannot be judged.
     """
-    measured = mine.judged > 0 and mine.unjudged <= mine.judged
+    measured = mine.judged > 0 and mine.unjudged <= mine.judged_stops
     strong = measured and evidence(mine.harmful, mine.judged, limit) >= STRONG_EVIDENCE
     judgeable = mine.judged + mine.unjudged < MIN_JUDGED or measured
     return GuardrailReading(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Engine: TypeAlias = fleet_pb2.Engine
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 # Counts of the control group, as `Engine.control_group` names them.
-CONTROL_GROUP = ("shortened", "judged", "harmful", "unjudged")
+CONTROL_GROUP = ("shortened", "judged", "judged_stops", "harmful", "unjudged")
 ANSWER_KINDS = ("answered_after_", "empty_after_", "long_after_")
 # Seconds without a stream after which an engine counts as degraded, however long the lease is. The fleet forgets a lost
 # engine after ten minutes.

@@ -57,6 +57,7 @@ class Measured(Value):
     reentries: int = 0
     shortened: int = 0
     judged: int = 0
+    judged_stops: int = 0
     harmful: int = 0
     unjudged: int = 0
 

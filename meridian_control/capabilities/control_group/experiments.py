@@ -161,7 +161,7 @@ class Experiment:
         for counts in (self.counts, self.kinds[stopped_by]) if stopped_by is not None else ():
             counts.judged_stops += 1
             counts.harmful += is_harmful
-        return ["judged", "harmful"] if is_harmful else ["judged"]
+        return ["judged", *["judged_stops"] * (stopped_by is not None), *["harmful"] * is_harmful]
 
     def message(self) -> fleet_pb2.Savings:
         """Return all counts."""

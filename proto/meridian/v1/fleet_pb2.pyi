@@ -605,7 +605,8 @@ class Engine(_message.Message):
     @_builtins.property
     def control_group(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Closed requests of the stream that began under the policy in force on the engine: shortened (a treated request whose
-        thinking shortening ended first), judged, harmful and unjudged (requests of the control group, as in Savings).
+        thinking shortening ended first), judged, judged_stops, harmful and unjudged (requests of the control group, as in
+        Savings).
         """
 
     def __init__(

@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from meridian_control.common.errors import PolicyError, RolloutEnded
 from meridian_control.common.histogram import TIME_BOUNDS_S
+from meridian_control.common.inference import evidence
 from meridian_control.policy.formats import from_proto_as, parse_toml_as
 from meridian_control.rollout import transitions as rules
-from meridian_control.rollout.guardrails import p99
+from meridian_control.rollout.guardrails import MIN_JUDGED, STRONG_EVIDENCE, p99
 from meridian_control.rollout.plan import MAX_MS, Plan, position
 from meridian_control.rollout.state import NOTHING, TAKEN_BACK, By, GuardrailReading, Measured, Rollout, Sample, State
 from meridian_control.rollout.transitions import begin, revision_of, tick
@@ -462,7 +463,8 @@ def test_each_step_is_measured_by_itself() -> None:
 
 
 def harmed(judged: int, harmful: int, shortened: int = 500, unjudged: int = 0) -> Sample:
-    return seen(Measured(judged=judged, harmful=harmful, shortened=shortened, unjudged=unjudged))
+    counts = {"judged": judged, "judged_stops": judged, "harmful": harmful, "unjudged": unjudged}
+    return seen(Measured(**counts, shortened=shortened))
 
 
 def watching(limit: float | None = 0.01) -> Rollout:
@@ -503,8 +505,31 @@ def test_what_is_counted_of_harm() -> None:
     assert (after.candidate.judged, after.candidate.harmful, after.candidate.shortened) == (12, 3, 1500)
     (reading,) = [r for r in tick(watching(), harmed(5, 5, unjudged=40), 1.0, NOW).guardrails if "harm" in r.guardrail]
     assert (reading.value, reading.observations) == (None, 5)
+    # Requests that nothing would have ended show nothing of the ends that could not be judged.
+    hidden = seen(Measured(judged=100, judged_stops=10, unjudged=30, shortened=500))
+    (reading,) = [r for r in tick(watching(), hidden, 1.0, NOW).guardrails if "harm" in r.guardrail]
+    assert (reading.value, reading.waiting) == (None, False)
     for limit in (None, 1.0):
         assert tick(watching(limit), harmed(100, 100), 1.0, NOW).state is State.RUNNING
+
+
+@pytest.mark.parametrize(("limit", "share", "found"), [(0.01, 0.3, 0.95), (0.02, 0.3, 0.9)])
+def test_the_requests_that_a_step_waits_for_show_great_harm(limit: float, share: float, found: float) -> None:
+    """The probability is exact: that of all courses in which the evidence is strong after some request."""
+    assert violated(limit, share, MIN_JUDGED) > found
+    assert violated(limit, limit, 1000) < 0.01, "a candidate within the limit hardly ever violates it"
+
+
+def violated(limit: float, share: float, judged: int) -> float:
+    """Return the probability that so many requests, each looked at, violate a limit, if this share is harmed."""
+    courses = {0: 1.0}
+    for number in range(1, judged + 1):
+        after = dict.fromkeys(range(number + 1), 0.0)
+        for harmful, probability in courses.items():
+            after[harmful] += probability * (1 - share)
+            after[harmful + 1] += probability * share
+        courses = {each: p for each, p in after.items() if evidence(each, number, limit) < STRONG_EVIDENCE}
+    return 1 - sum(courses.values())
 
 
 def test_the_limit_for_harm_is_the_plans_or_the_candidates_own() -> None:

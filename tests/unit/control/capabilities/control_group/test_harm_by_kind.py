@@ -82,7 +82,7 @@ def test_each_kind_is_measured_although_the_entropy_rules_are_in_shadow(kind: st
     assert harm.name == {"budget": "acme", "pressure": "busy"}.get(kind, "")
     assert [other.kind for other in told.kinds] == [kind], "nothing is counted as another kind's"
     assert (
-        {"shortened": 1, "judged": 1, "harmful": 1} if right_from > CUT else {"shortened": 1, "judged": 1}
+        {"shortened": 1, "judged": 1, "judged_stops": 1} | ({"harmful": 1} if right_from > CUT else {})
     ) == made.session.part(ControlGroup).verdicts
 
 
