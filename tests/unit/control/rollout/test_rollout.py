@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from meridian_control.common.errors import PolicyError, RolloutEnded
 from meridian_control.common.histogram import TIME_BOUNDS_S
 from meridian_control.common.inference import evidence
 from meridian_control.policy.formats import from_proto_as, parse_toml_as
+from meridian_control.rollout import guardrails
 from meridian_control.rollout import transitions as rules
 from meridian_control.rollout.guardrails import MIN_JUDGED, STRONG_EVIDENCE, p99
 from meridian_control.rollout.plan import MAX_MS, Plan, position
@@ -457,6 +460,31 @@ def test_each_step_is_measured_by_itself() -> None:
     rollout = tick(rollout, itl((0.02, 10_000)), 1.0, NOW)
     assert (rollout.step, rollout.candidate) == (2, NOTHING)
     assert tick(rollout, itl((0.05, 10)), 1.0, NOW).violation is not None
+
+
+def test_the_limits_of_the_example_hold_among_engines_that_are_alike() -> None:
+    """In each step of ten minutes 3 answers a second have the candidate, and 27 the policy before."""
+    text = (Path(guardrails.__file__).parent / "staged_rollout.md").read_text(encoding="utf-8")
+    example = parse_toml_as(Plan, text.split("```toml\n")[1].split("```")[0])
+    rng = np.random.default_rng(1)
+
+    def hist(sums: int, median_s: float) -> tuple[int, ...]:
+        times = rng.lognormal(np.log(median_s), 0.5, sums)
+        return tuple(np.bincount(np.searchsorted(TIME_BOUNDS_S, times), minlength=len(TIME_BOUNDS_S) + 1).tolist())
+
+    def measured(answers: int) -> Measured:
+        empty = int(rng.binomial(answers, 0.005))
+        return Measured(output_itl=hist(30 * answers, 0.02), ttot=hist(answers, 0.04), answers=answers, empty=empty)
+
+    taken_back = 0
+    for _ in range(30):
+        rollout = begin(3, example, (STABLE, CANDIDATE), BY)
+        for _ in range(120):
+            mine, theirs = (measured(int(rng.poisson(5 * a_second))) for a_second in (3, 27))
+            sample = Sample(candidate=mine, stable=theirs, candidate_engines=1, stable_engines=9)
+            rollout = tick(rollout, sample, 5.0, NOW)
+        taken_back += rollout.state is State.ROLLED_BACK
+    assert taken_back <= 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- harm
