@@ -13,6 +13,7 @@ from rich.table import Table
 
 from meridian_control.common.inference import needed_to_prove
 from meridian_control.common.look import percent
+from meridian_control.offline.episodes import UNFINISHED
 from meridian_control.policy import formats as forms
 from meridian_control.policy.schema import ModelPolicy
 
@@ -32,6 +33,9 @@ PROXY_NOTE = (
 SHOWN_LOSSES = (0.0, 0.5, 2.0, 5.0)
 # The report warns if a smaller share of the sentence ends than this has an EAT sample.
 WELL_COVERED = 0.8
+# The report warns if the trace has more unfinished requests than this share of its finished ones. With as many, the
+# longest tenth of the requests is a twelfth of the finished ones.
+MANY_UNFINISHED = 0.05
 
 
 def table(result: Calibration, goal: Goal) -> Table:
@@ -85,7 +89,7 @@ def sentences(result: Calibration, replay: Replay, goal: Goal) -> Iterator[str]:
     if result.groups:
         yield (
             f"The requests belong to {result.groups} groups. Each group lies in one half, and halves, intervals and "
-            "bounds are computed from groups."
+            "bounds are computed from groups, of which each counts alike, whatever its number of requests."
         )
     left_out = [f"{count} {reason}" for reason, count in episodes.left_out.items()]
     if unjudged := len(episodes.ids) - judged:
@@ -117,6 +121,11 @@ def cautions(result: Calibration, replay: Replay) -> Iterator[str]:
         yield (
             f"EAT was measured at only {percent(covered)} of the sentence ends: record with "
             "entropy.eat_probe_interval_tokens = 1, scheduler.min_think_tokens = 0 and every rule off."
+        )
+    if (unfinished := episodes.left_out.get(UNFINISHED, 0)) > MANY_UNFINISHED * len(episodes.ids):
+        yield (
+            f"{unfinished} requests had not finished when the trace ended, mostly long ones. So too few long requests "
+            "were judged, and a bound says little about harm to them: record several times as long."
         )
     recorded = replay.base
     if episodes.policy is not None:

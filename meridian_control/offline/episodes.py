@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 FLAG_PARAGRAPH = 64
+# Why a request that had not finished when the trace ended, or when its stream broke off, cannot be used.
+UNFINISHED = "begun or finished outside the trace"
 # Above any number of thinking tokens or reports, so that the keys request * KEY + number sort by request.
 KEY = 1 << 40
 
@@ -349,7 +351,7 @@ def _reasons(seen: _Collector, rows: list[Any]) -> list[str]:
     reasons = []
     for number, request in enumerate(seen.requests):
         obstacles = (
-            (request.finish is None, "begun or finished outside the trace"),
+            (request.finish is None, UNFINISHED),
             (request.finish not in FINISHED, "aborted or failed"),
             (not thought[number], "did not think"),
             (request.unmeasured, "not measured (telemetry.shadow_sample_ratio)"),

@@ -13,6 +13,7 @@ from meridian_control.common.inference import binomial_upper
 from meridian_control.offline import calibration_report as frontier
 from meridian_control.offline.calibration import Goal, calibrate
 from meridian_control.offline.correctness import from_labels
+from meridian_control.offline.episodes import UNFINISHED
 from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import (
     CAP,
@@ -92,6 +93,15 @@ def test_a_trace_under_fields_that_were_removed(tmp_path: Path) -> None:
     found = calibrate(replayed, GOAL)
     (caution,) = (text for text in frontier.cautions(found, replayed) if "removed" in text)
     assert caution.startswith("The policy of the trace: loop.near_repeated_tokens = 480 has no effect: it was removed ")
+
+
+@pytest.mark.parametrize(("unfinished", "is_warned"), [(2, False), (3, True)])
+def test_a_trace_in_which_long_requests_are_missing(tmp_path: Path, unfinished: int, is_warned: bool) -> None:
+    replayed = replay(tmp_path, made(40))
+    assert len(replayed.episodes.ids) == 40
+    replayed.episodes.left_out[UNFINISHED] = unfinished
+    cautions = list(frontier.cautions(calibrate(replayed, GOAL), replayed))
+    assert any(text.startswith("3 requests had not finished") for text in cautions) == is_warned
 
 
 def test_signals_that_were_not_measured(tmp_path: Path) -> None:
