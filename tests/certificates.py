@@ -35,13 +35,20 @@ class Issued:
 
 
 class Authority:
-    """A CA of its own, whose certificates are in `folder`."""
+    """A CA, whose certificates are in `folder`.
 
-    def __init__(self, folder: Path, name: str = "ca") -> None:
+    lasts: as for `issue`. above: the authority that signs this one's certificate, by default this one itself.
+    """
+
+    def __init__(
+        self, folder: Path, name: str = "ca", lasts: timedelta = DAY, *, above: Authority | None = None
+    ) -> None:
         self.folder, self.file = folder, folder / f"{name}.pem"
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _named(name)
-        self.file.write_bytes(_pem(self._builder(self._name, self._key, ca=True).sign(self._key, hashes.SHA256())))
+        above = above or self
+        own = above._builder(self._name, self._key, ca=True, until=datetime.now(UTC) + lasts)
+        self.file.write_bytes(_pem(own.sign(above._key, hashes.SHA256())))
 
     def issue(
         self,
@@ -52,10 +59,11 @@ class Authority:
         dns: str = "",
         *,
         key: PrivateKey | None = None,
+        begins: timedelta = -2 * DAY,
     ) -> Issued:
         """Issue a certificate for servers on this machine and for clients, in files named `file`, by default `name`.
 
-        `lasts` is negative for a certificate that has expired.
+        `lasts` is negative for a certificate that has expired, `begins` positive for one that is not valid yet.
         """
         key = key or ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
@@ -63,7 +71,8 @@ class Authority:
             names.append(x509.DNSName(dns))
         if uri:
             names.append(x509.UniformResourceIdentifier(uri))
-        builder = self._builder(_named(name), key, until=datetime.now(UTC) + lasts)
+        now = datetime.now(UTC)
+        builder = self._builder(_named(name), key, since=now + begins, until=now + lasts)
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         issued = Issued(self.file, *(self.folder / f"{file or name}.{kind}" for kind in ("crt", "key")))
         issued.cert.write_bytes(_pem(builder.sign(self._key, hashes.SHA256())))
@@ -71,17 +80,22 @@ class Authority:
         return issued
 
     def _builder(
-        self, subject: x509.Name, key: PrivateKey, ca: bool = False, until: datetime | None = None
+        self,
+        subject: x509.Name,
+        key: PrivateKey,
+        *,
+        until: datetime,
+        ca: bool = False,
+        since: datetime | None = None,
     ) -> x509.CertificateBuilder:
-        now = datetime.now(UTC)
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - 2 * DAY)
-            .not_valid_after(until or now + DAY)
+            .not_valid_before(since or until - 3 * DAY)
+            .not_valid_after(until)
             .add_extension(x509.BasicConstraints(ca, None), critical=True)
         )
 

@@ -60,16 +60,18 @@ def _plain(connection: socket.socket, host: str) -> str:
 
 
 def _secured(connection: socket.socket, host: str, credentials: AgentCredentials) -> str:
-    if expired := _expired(credentials.cert):
-        return f"the certificate {credentials.cert} has expired on {expired}: renew {CERT}"
+    if when := _out_of_date(credentials.cert):
+        return f"the certificate {credentials.cert} {when}: renew {CERT}, or set this machine's clock"
     context = ssl.create_default_context(cafile=credentials.ca or None)
+    # As gRPC does: an intermediate certificate may stand for the CA, and no certificate needs a key identifier.
+    context.verify_flags = ssl.VERIFY_X509_TRUSTED_FIRST | ssl.VERIFY_X509_PARTIAL_CHAIN
     if credentials.cert:
         context.load_cert_chain(credentials.cert, credentials.key)
     try:
         with _handshake(connection, host, context) as secured:
             return "" if _begins(secured) else _refused(credentials)
     except ssl.SSLCertVerificationError as error:
-        return _unverified(error, host, credentials)
+        return _unverified(error, host, credentials, context)
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
             return "the control plane uses no TLS, and this agent does: unset MERIDIAN_TLS_CA, or give it --tls-cert"
@@ -100,10 +102,16 @@ def _refused(credentials: AgentCredentials) -> str:
     )
 
 
-def _unverified(error: ssl.SSLCertVerificationError, host: str, credentials: AgentCredentials) -> str:
+def _unverified(
+    error: ssl.SSLCertVerificationError, host: str, credentials: AgentCredentials, context: ssl.SSLContext
+) -> str:
     why = error.verify_message
-    if "expired" in why:
-        return f"the control plane's certificate has expired: renew its --tls-cert ({why})"
+    if "expired" in why or "not yet valid" in why:
+        when = "has expired" if "expired" in why else "is not valid yet"
+        if credentials.ca and any(_when(ca) for ca in context.get_ca_certs()):
+            mine = f"or one in {credentials.ca} {when}: renew its --tls-cert, or MERIDIAN_TLS_CA"
+            return f"the control plane's certificate {mine}"
+        return f"the control plane's certificate {when}: renew its --tls-cert, or set this machine's clock ({why})"
     if "mismatch" in why or "not valid for" in why:
         return f"the control plane's certificate is not for {host}: name it in MERIDIAN_CONTROL as its --tls-cert does"
     ca = credentials.ca or "the system's CAs"
@@ -118,11 +126,16 @@ def _handshake(connection: socket.socket, host: str, context: ssl.SSLContext) ->
     return context.wrap_socket(connection, server_hostname=host)
 
 
-def _expired(cert: str) -> str:
-    """Return the time at which a certificate has expired; empty if it has not, if there is none, or if this Python
-    cannot read it."""
+def _out_of_date(cert: str) -> str:
+    """Return since when a certificate has expired, or when it becomes valid; empty if it is valid, if there is none, or
+    if this Python cannot read it."""
     decode: Any = getattr(getattr(ssl, "_ssl", None), "_test_decode_cert", None)
-    if not cert or decode is None:
-        return ""
-    until = str(decode(cert)["notAfter"])
-    return until if ssl.cert_time_to_seconds(until) < time.time() else ""
+    return _when(decode(cert)) if cert and decode is not None else ""
+
+
+def _when(cert: dict[str, Any]) -> str:
+    """Return what `_out_of_date` does, for a certificate that Python has read."""
+    begins, ends = str(cert["notBefore"]), str(cert["notAfter"])
+    if ssl.cert_time_to_seconds(begins) > time.time():
+        return f"is not valid before {begins}"
+    return f"has expired on {ends}" if ssl.cert_time_to_seconds(ends) < time.time() else ""

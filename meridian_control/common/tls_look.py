@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from cryptography import x509
@@ -76,16 +77,18 @@ def _plain(connection: socket.socket, host: str, names: Names) -> str:
 
 
 def _secured(connection: socket.socket, host: str, credentials: ClientCredentials, names: Names) -> str:
-    if expired := _expired(credentials.cert):
-        return f"the client certificate {credentials.cert} has expired on {expired}: renew {names.cert}"
+    if when := _out_of_date(credentials.cert):
+        return f"the client certificate {credentials.cert} {when}: renew {names.cert}, or set this machine's clock"
     context = ssl.create_default_context(cafile=credentials.ca or None)
+    # As gRPC does: an intermediate certificate may stand for the CA, and no certificate needs a key identifier.
+    context.verify_flags = ssl.VERIFY_X509_TRUSTED_FIRST | ssl.VERIFY_X509_PARTIAL_CHAIN
     if credentials.cert:
         context.load_cert_chain(credentials.cert, credentials.key)
     try:
         with _handshake(connection, host, context) as secured:
             return "" if _begins(secured) else _refused(credentials, names)
     except ssl.SSLCertVerificationError as error:
-        return _unverified(error, host, credentials, names)
+        return _unverified(error, host, credentials, names, context)
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
             return f"the server uses no TLS, and this client does: unset {names.ca}, or give the server --tls-cert"
@@ -116,14 +119,28 @@ def _refused(credentials: ClientCredentials, names: Names) -> str:
     )
 
 
-def _unverified(error: ssl.SSLCertVerificationError, host: str, credentials: ClientCredentials, names: Names) -> str:
+def _unverified(
+    error: ssl.SSLCertVerificationError,
+    host: str,
+    credentials: ClientCredentials,
+    names: Names,
+    context: ssl.SSLContext,
+) -> str:
     why = error.verify_message
-    if "expired" in why:
-        return f"the server's certificate has expired: renew its --tls-cert ({why})"
+    if "expired" in why or "not yet valid" in why:
+        when = "has expired" if "expired" in why else "is not valid yet"
+        if credentials.ca and any(map(_is_out_of_date, context.get_ca_certs())):
+            return f"the server's certificate or one in {credentials.ca} {when}: renew its --tls-cert, or {names.ca}"
+        return f"the server's certificate {when}: renew its --tls-cert, or set this machine's clock ({why})"
     if "mismatch" in why or "not valid for" in why:
         return f"the server's certificate is not for {host}: use an address that it names, or renew its --tls-cert"
     ca = credentials.ca or "the system's CAs"
     return f"the server's certificate is not signed by {ca} ({why}): {names.ca} must name the CA of its --tls-cert"
+
+
+def _is_out_of_date(ca: dict[str, Any]) -> bool:
+    begins, ends = (ssl.cert_time_to_seconds(ca[when]) for when in ("notBefore", "notAfter"))
+    return not begins <= time.time() <= ends
 
 
 def _handshake(connection: socket.socket, host: str, context: ssl.SSLContext) -> ssl.SSLSocket:
@@ -131,9 +148,12 @@ def _handshake(connection: socket.socket, host: str, context: ssl.SSLContext) ->
     return context.wrap_socket(connection, server_hostname=host)
 
 
-def _expired(cert: str) -> str:
-    """Return the time at which a certificate has expired; empty if it has not, or if there is none."""
+def _out_of_date(cert: str) -> str:
+    """Return since when a certificate has expired, or when it becomes valid; empty if it is valid, or if there is
+    none."""
     if not cert:
         return ""
-    until = x509.load_pem_x509_certificate(Path(cert).read_bytes()).not_valid_after_utc
-    return until.strftime("%Y-%m-%d %H:%M UTC") if until < datetime.now(UTC) else ""
+    read, now = x509.load_pem_x509_certificate(Path(cert).read_bytes()), datetime.now(UTC)
+    if read.not_valid_before_utc > now:
+        return f"is not valid before {read.not_valid_before_utc:%Y-%m-%d %H:%M UTC}"
+    return f"has expired on {read.not_valid_after_utc:%Y-%m-%d %H:%M UTC}" if read.not_valid_after_utc < now else ""

@@ -45,27 +45,51 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Servers:
+    """`early` has a certificate that is not valid yet, and `late` one of a CA that has expired."""
+
     secured: str
     plain: str
+    early: str
+    late: str
     good: Issued
     expired: Issued
+    future: Issued
     strange: Issued
+    old: Authority
+    middle: Authority
     process: Process
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("tls")
-    ours, other = Authority(folder), Authority(folder, "other")
-    server, good = ours.issue("server"), ours.issue("good")
-    options = ["--tls-cert", server.cert, "--tls-key", server.key, "--client-ca", server.ca]
+    ours, other, old = Authority(folder), Authority(folder, "other"), Authority(folder, "old", -timedelta(hours=1))
+    middle, good = Authority(folder, "middle", above=ours), ours.issue("good")
+    server = middle.issue("server")
+    server.cert.write_bytes(server.cert.read_bytes() + middle.file.read_bytes())
+    controls = {}
+    for name, own in {"secured": server, "early": ours.issue("early"), "late": ours.issue("late")}.items():
+        (folder / name).mkdir()
+        options = ["--tls-cert", own.cert, "--tls-key", own.key, "--client-ca", ours.file]
+        credentials = good.credentials().channel()
+        controls[name] = Control(folder / name, options=[str(part) for part in options], credentials=credentials)
+    # The client that waits for a server to start would not accept these certificates.
+    ours.issue("early", begins=timedelta(hours=1))
+    old.issue("late")
     (folder / "plain").mkdir()
-    secured = Control(folder, options=[str(part) for part in options], credentials=good.credentials().channel())
-    plain = Control(folder / "plain")
-    expired = ours.issue("expired", lasts=-timedelta(hours=1))
-    yield Servers(secured.target, plain.target, good, expired, other.issue("strange"), secured.process)
-    secured.process.stop()
-    plain.process.stop()
+    controls["plain"] = Control(folder / "plain")
+    yield Servers(
+        **{name: control.target for name, control in controls.items()},
+        good=good,
+        expired=ours.issue("expired", lasts=-timedelta(hours=1)),
+        future=ours.issue("future", begins=timedelta(hours=1)),
+        strange=other.issue("strange"),
+        old=old,
+        middle=middle,
+        process=controls["secured"].process,
+    )
+    for control in controls.values():
+        control.process.stop()
 
 
 @dataclass(frozen=True)
@@ -86,6 +110,12 @@ def case(name: str, at: Servers) -> Case:
         "TLS to plaintext": Case(at.plain, (ca, cert, key), ("uses no TLS", "unset {ca}", "--tls-cert")),
         "no certificate": Case(at.secured, (ca,), ("--client-ca", "set {cert}")),
         "expired": Case(at.secured, (ca, at.expired.cert, at.expired.key), ("expired on", "renew {cert}")),
+        "not valid yet": Case(at.secured, (ca, at.future.cert, at.future.key), ("not valid before", "renew {cert}")),
+        "server not valid yet": Case(at.early, (ca, cert, key), ("is not valid yet", "renew its --tls-cert")),
+        "expired CA": Case(at.late, (at.old.file, cert, key), (f"or one in {at.old.file} has expired", "or {ca}")),
+        "of another CA, intermediate trusted": Case(
+            at.secured, (at.middle.file, at.strange.cert, at.strange.key), ("does not accept", "--client-ca")
+        ),
         "of another CA": Case(at.secured, (ca, at.strange.cert, at.strange.key), ("does not accept", "--client-ca")),
         "wrong CA": Case(at.secured, (at.strange.ca, cert, key), ("not signed by", "{ca} must name")),
         "wrong host": Case(by_name, (ca, cert, key), ("not for localhost", "--tls-cert")),
@@ -97,6 +127,10 @@ NAMES = (
     "TLS to plaintext",
     "no certificate",
     "expired",
+    "not valid yet",
+    "server not valid yet",
+    "expired CA",
+    "of another CA, intermediate trusted",
     "of another CA",
     "wrong CA",
     "wrong host",
