@@ -45,6 +45,8 @@ REFUSED, REFUSED_S = 16, 600.0
 BACKOFF_S = (0.2, 5.0)
 # Status codes with which gRPC reports a TLS handshake that fails, or one that the agent waits for in vain.
 MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+# Largest number of failures that are remembered, so that the log has each of them once.
+COMPLAINTS = 64
 # Seconds within which the control plane must answer the agent's end of the stream.
 GOODBYE_S = 2.0
 # A stream shorter than this many seconds counts as a failure, so the wait before the next stream keeps doubling.
@@ -114,8 +116,8 @@ class ControlStream:
         # Targets that are still to be tried, and the number of failed attempts in a row.
         self._order: list[str] = []
         self._attempt = 0
-        # (target, kind of error) of each failure that the log already has.
-        self._complaints: set[tuple[str, object]] = set()
+        # Target, text without numbers, and stamps of the credentials' files of each failure that the log already has.
+        self._complaints: set[tuple[object, ...]] = set()
         # Reason the agent had for ending the stream, for the log; empty if the server or the network ended it. And the
         # level of that line: the end may belong to normal work.
         self._why, self._why_level = "", logging.WARNING
@@ -247,7 +249,7 @@ class ControlStream:
             shown = self._credentials.metadata()
             opened = self._credentials.open(target, CHANNEL_OPTIONS)
         except (OSError, ValueError) as error:
-            self._complain(target, str(error), str(error))
+            self._complain(target, None, str(error))
             return False
         others = {*threading.enumerate()}
         with opened as channel:
@@ -283,7 +285,7 @@ class ControlStream:
                 if heard and not self._stop.is_set():
                     logger.log(self._why_level, "meridian: stream to %s ended: %s", target, self._why or _status(error))
                 elif not self._stop.is_set():
-                    self._complain(target, _code(error), self._why or _status(error), self._credentials)
+                    self._complain(target, _code(error), self._why or _status(error))
             finally:
                 patience.cancel()
                 self._lost()
@@ -300,14 +302,19 @@ class ControlStream:
         rest_s = self._rest_s()
         return rest_s if 0 < rest_s < math.inf else None
 
-    def _complain(self, target: str, kind: object, text: str, credentials: AgentCredentials | None = None) -> None:
-        """Log a failure once for each target and kind of error, however often the link tries again. credentials: those
-        of a connection, to look for a cause that gRPC does not name."""
-        if (target, kind) not in self._complaints:
-            self._complaints.add((target, kind))
-            if credentials is not None and kind in MAY_BE_TLS and (cause := tls_look.trouble(target, credentials)):
-                text = f"{cause} ({text})"
-            logger.warning("meridian: no stream to %s: %s", target, text)
+    def _complain(self, target: str, code: grpc.StatusCode | None, text: str) -> None:
+        """Log a failure once for each target and text, however often the link tries again, and once more after the
+        credentials' files have changed. code: that of a failed call, to look for a cause that gRPC does not name."""
+        # Ports and waiting times differ from attempt to attempt.
+        kind = (target, re.sub(r"\d+", "", text), self._credentials.stamps())
+        if kind in self._complaints:
+            return
+        if len(self._complaints) >= COMPLAINTS:
+            self._complaints.clear()
+        self._complaints.add(kind)
+        if code in MAY_BE_TLS and (cause := tls_look.trouble(target, self._credentials)):
+            text = f"{cause} ({text})"
+        logger.warning("meridian: no stream to %s: %s", target, text)
 
     def _lost(self) -> None:
         self.mailbox.let_go()

@@ -52,6 +52,15 @@ class AgentCredentials:
         ca, cert, key = map(read, ("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT", "MERIDIAN_TLS_KEY"))
         return cls(ca, cert, key, read("MERIDIAN_TOKEN_FILE"), _proxy())
 
+    def stamps(self) -> tuple[tuple[int, int], ...]:
+        """Return a value that changes when one of the files is replaced or appears."""
+        found = []
+        for path in filter(None, (self.ca, self.cert, self.key, self.token_file)):
+            with suppress(OSError):
+                status = Path(path).stat()
+                found.append((status.st_ino, status.st_mtime_ns))
+        return tuple(found)
+
     def open(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
         """Open a channel to `target`. Raises OSError or ValueError if a file cannot be used."""
         # Without this, gRPC would use the proxies of http_proxy and https_proxy, which are meant for other programs.

@@ -36,7 +36,7 @@ from meridian_control.server.handshakes import Handshakes, clients_of
 from tests.certificates import Authority, Issued
 from tests.fakes.agent import hello
 from tests.fakes.linked import until
-from tests.processes import Control, Process, wait_for
+from tests.processes import Control, Process, free_port, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,6 +160,34 @@ def test_the_agents_log_names_the_cause(servers: Servers, name: str, caplog: pyt
         link.stop()
     for part in found.parts:
         assert part.format(ca="MERIDIAN_TLS_CA", cert="MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY") in caplog.text
+
+
+def test_the_agents_log_names_each_cause_that_follows_another_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the last two causes gRPC says the same."""
+    ours = Authority(tmp_path)
+    server, expired = ours.issue("server"), ours.issue("agent", lasts=-timedelta(hours=1))
+    port = free_port()
+    target, credentials = f"127.0.0.1:{port}", AgentCredentials(**vars(expired.credentials()))
+    link = ControlStream([target], hello, _nothing, lambda _: None, credentials=credentials, jitter=lambda: 0.0)
+
+    def named(text: str) -> None:
+        wait_for(lambda: text in caplog.text, 60, "the agent to name the cause")
+
+    options = ["--tls-cert", server.cert, "--tls-key", server.key, "--client-ca", server.ca]
+    good = ours.issue("good").credentials().channel()
+    with caplog.at_level(logging.WARNING, "vllm.meridian"):
+        link.start()
+        named("Connection refused")
+        control = Control(tmp_path, port, [str(part) for part in options], credentials=good)
+        try:
+            named("has expired on")
+            Authority(tmp_path, "other").issue("agent")
+            named("does not accept the certificate")
+        finally:
+            link.stop()
+            control.process.stop()
 
 
 # Files in the place of a CA, a certificate or a key, or of a token, that cannot be used.
