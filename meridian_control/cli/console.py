@@ -69,6 +69,13 @@ UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # The largest duration that a message of the API can hold, 10,000 years.
 MOST_S = 315_576_000_000
 
+# What a command says if the control plane may have received a change and has not answered; and what gRPC says of a call
+# that it has not sent.
+NO_ANSWER = (
+    "no answer has come: the change may have been made, or may still be made; look before you repeat the command"
+)
+_NOT_SENT = re.compile("failed to connect|DNS resolution failed|metadata from plugin")
+
 FAILED = 1
 INVALID = 2
 UNREACHABLE = 3
@@ -290,6 +297,19 @@ def pages(call: Any, request: Any, limit: int = MAX_PAGE_SIZE) -> Iterator[Any]:
         request.page_token = page.next_page_token
 
 
+def change(call: Any, request: Any) -> Any:
+    """Return the answer of a method that changes something. If no answer comes, the error notes that the change may
+    have been made. Raises grpc.RpcError."""
+    try:
+        return call(request, timeout=CALL_TIMEOUT_S)
+    except grpc.RpcError as error:
+        # An answer of the control plane itself has details.
+        is_lost = _EXIT_CODES.get(error.code()) == UNREACHABLE and rpc_status.from_call(error) is None
+        if is_lost and not _NOT_SENT.search(error.details() or "") and not getattr(request, "validate_only", False):
+            error.add_note(NO_ANSWER)
+        raise
+
+
 def first(limit: int, call: Any, request: Any, field: str) -> list[Any]:
     """Return at most `limit` entries of a list method, read page by page from the field `field` of its responses."""
     entries: list[Any] = []
@@ -369,7 +389,8 @@ def reported(target: Target | None = None) -> Iterator[None]:
             server, credentials, source = target.resolve()
             cause = tls_look.trouble(server, credentials) if error.code() in tls_look.MAY_BE_TLS else ""
             where = f"; the called address is {server}, {source}" if code == UNREACHABLE else ""
-        fail(code, *(f"{line}{where}" for line in error_lines(error)), *([cause] if cause else []))
+        notes = getattr(error, "__notes__", [])
+        fail(code, *(f"{line}{where}" for line in error_lines(error)), *notes, *([cause] if cause else []))
 
 
 _EXIT_CODES = {

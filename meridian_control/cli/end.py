@@ -10,11 +10,11 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.cli.completion import engine_ids
 from meridian_control.cli.console import (
-    CALL_TIMEOUT_S,
     FAILED,
     LONGEST_REQUEST_ID,
     Output,
     OutputOption,
+    change,
     connect,
     fail,
     finite,
@@ -64,7 +64,7 @@ def end(
         request_id=request[:LONGEST_REQUEST_ID], engine_id=engine, reason=reason, wait_ms=round(wait * 1000)
     )
     with connect(context) as client:
-        answer = client.fleet.EndThinking(asked, timeout=CALL_TIMEOUT_S)
+        answer = change(client.fleet.EndThinking, asked)
     if not output.is_table:
         show_value(plain(answer), output)
     who = f"request {answer.request_id} on {answer.engine_id}"

@@ -14,12 +14,12 @@ from meridian.v1 import fleet_pb2, freeze_pb2
 from rich.table import Table
 
 from meridian_control.cli.console import (
-    CALL_TIMEOUT_S,
     FAILED,
     Client,
     Output,
     OutputOption,
     add,
+    change,
     connect,
     duration_s,
     fail,
@@ -73,7 +73,7 @@ def freeze(
     request = freeze_pb2.FreezeRequest(match=match, author=author, reason=reason)
     request.duration.FromSeconds(duration)
     with connect(context) as client:
-        stored = client.freeze.Freeze(request, timeout=CALL_TIMEOUT_S).freeze
+        stored = change(client.freeze.Freeze, request).freeze
         say(f"freeze {stored.freeze_id} until {stamp_text(stored.end_time)}")
         _wait_for_confirmations(client, stored, wait, Expected(engines, allow_none))
 
@@ -156,7 +156,7 @@ def thaw(
 ) -> None:
     """End one freeze, or all freezes, before the time limit, and print the ended freezes."""
     with connect(context) as client:
-        answer = client.freeze.Thaw(freeze_pb2.ThawRequest(freeze_id=freeze_id), timeout=CALL_TIMEOUT_S)
+        answer = change(client.freeze.Thaw, freeze_pb2.ThawRequest(freeze_id=freeze_id))
     for ended in answer.freezes:
         say(f"freeze {ended.freeze_id} has ended")
     if not answer.freezes:

@@ -24,6 +24,7 @@ from meridian_control.cli.console import (
     Output,
     OutputOption,
     add,
+    change,
     connect,
     console,
     fail,
@@ -165,7 +166,7 @@ def policy_rollback(
             reason=reason,
             request_id=request_id,
         )
-        answer = client.policy.RollbackPolicy(request, timeout=CALL_TIMEOUT_S)
+        answer = change(client.policy.RollbackPolicy, request)
     _print_answer(answer, diff, f"revision {revision}: valid, nothing changed")
 
 
@@ -321,7 +322,7 @@ def _update(
     if stored and not request.request_id and request.etag in ("", stored.etag) and request.policy == stored.policy:
         say(f"revision {stored.revision} etag {stored.etag}, unchanged")
         return
-    _print_answer(client.policy.UpdatePolicy(request, timeout=CALL_TIMEOUT_S), changes, if_checked)
+    _print_answer(change(client.policy.UpdatePolicy, request), changes, if_checked)
 
 
 def policy_in_force(client: Client, *unless: grpc.StatusCode) -> policy_pb2.PolicyRevision | None:

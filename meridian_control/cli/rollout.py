@@ -24,6 +24,7 @@ from meridian_control.cli.console import (
     Output,
     OutputOption,
     add,
+    change,
     connect,
     console,
     fail,
@@ -97,7 +98,7 @@ def rollout_start(
             reason=reason,
             request_id=request_id,
         )
-        answer = client.rollout.StartRollout(request, timeout=CALL_TIMEOUT_S)
+        answer = change(client.rollout.StartRollout, request)
     if diff:
         print_changes(answer.changes)
     print_warnings(answer.warnings)
@@ -161,7 +162,7 @@ def _steering(request: type[Message], text: str) -> None:
     ) -> None:
         asked = request(rollout_id=rollout, etag=etag, author=author, reason=reason, request_id=request_id)
         with connect(context) as client:
-            answer = getattr(client.rollout, method)(asked, timeout=CALL_TIMEOUT_S)
+            answer = change(getattr(client.rollout, method), asked)
         _print(answer.rollout, output)
 
 

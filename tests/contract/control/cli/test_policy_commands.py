@@ -11,11 +11,12 @@ from meridian.v1 import policy_pb2
 from typer.testing import Result
 
 from meridian_control import __version__
+from meridian_control.cli.console import NO_ANSWER
 from meridian_control.policy.diff import diff
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import Policy
 from meridian_control.policy.model_families import model_families
-from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, Control, run
+from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, Control, run, scripted
 
 
 async def test_apply_then_get(control: Control, file: Path) -> None:
@@ -223,6 +224,39 @@ async def test_unreachable(command: str) -> None:
     assert (result.exit_code, result.stdout.strip()) == (UNREACHABLE, "")
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("UNAVAILABLE: ")
+
+
+STORED = policy_pb2.GetPolicyResponse(revision=policy_pb2.PolicyRevision(revision=1, etag="e"))
+CHANGES = [
+    "policy apply -f {policy}",
+    "policy set fallback.lease_ms=700",
+    "policy rollback 1",
+    "rollout start -f {policy} --steps {steps}",
+    "rollout pause",
+    "rollout resume",
+    "rollout abort",
+    "freeze --for 1m --reason r",
+    "thaw",
+    "end r",
+]
+METHODS = (
+    *("UpdatePolicy", "RollbackPolicy", "StartRollout", "PauseRollout", "ResumeRollout", "AbortRollout"),
+    *("Freeze", "Thaw", "EndThinking"),
+)
+
+
+@pytest.mark.parametrize("command", CHANGES)
+async def test_a_change_without_an_answer_may_have_been_made(command: str, file: Path, tmp_path: Path) -> None:
+    """A call that was not sent has changed nothing."""
+    steps = tmp_path / "steps.toml"
+    steps.write_text("[[step]]\npercent = 100\nbake_s = 10\n")
+    words = command.format(policy=file, steps=steps).split()
+    for code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        async with scripted(GetPolicy=[STORED], **{method: [code] for method in METHODS}) as target:
+            lost = await run(*words, server=target)
+        assert (lost.exit_code, lost.stdout) == (UNREACHABLE, "")
+        assert lost.stderr.splitlines()[1:] == [NO_ANSWER]
+    assert NO_ANSWER not in (await run(*words, server="127.0.0.1:1")).stderr
 
 
 WITH_NUMBERS = [
