@@ -122,12 +122,20 @@ class Database:
         """Open a transaction, which is on disk once the block is left; with `tell` other replicas are notified.
 
         Raises StoreUnavailable and SQLAlchemy's IntegrityError, also from the caller's statements in the transaction.
+        The text of StoreUnavailable says if the transaction may be on disk, because the answer to its end got lost.
         """
-        with self._used():
-            async with self._engine.begin() as connection:
-                yield connection
-                if tell and self.shared:
-                    await connection.execute(text(postgres.NOTIFY))
+        ends = False
+        try:
+            with self._used():
+                async with self._engine.begin() as connection:
+                    yield connection
+                    if tell and self.shared:
+                        await connection.execute(text(postgres.NOTIFY))
+                    ends = self.shared
+        except StoreUnavailable as error:
+            if ends:
+                raise StoreUnavailable(f"{error}; the change may be stored all the same") from error
+            raise
 
     @contextmanager
     def _used(self) -> Iterator[None]:

@@ -575,6 +575,28 @@ async def test_an_extension_whose_capability_is_gone_stays_until_it_is_removed(
             await append(store, changed)
 
 
+@pytest.mark.parametrize("at_end", [False, True])
+async def test_the_end_of_a_transaction_may_get_no_answer(postgres_address: str, at_end: bool) -> None:
+    """PostgreSQL ends the connection in the insert, which has stored nothing for sure, or while it commits."""
+    other = await asyncpg.connect(postgres_address)
+    await other.execute(SLEEPS)
+    kind = "CONSTRAINT TRIGGER slow AFTER" if at_end else "TRIGGER slow BEFORE"
+    when = "DEFERRABLE INITIALLY DEFERRED" if at_end else ""
+    await other.execute(f"CREATE {kind} INSERT ON policy_revisions {when} FOR EACH ROW EXECUTE FUNCTION slow()")
+    async with opened(postgres_address) as store:
+        appending = asyncio.create_task(append(store))
+        while not await other.fetchval(f"SELECT bool_or(pg_terminate_backend(pid)) {SLEEPING}"):
+            await asyncio.sleep(0.01)
+        with pytest.raises(StoreUnavailable) as raised:
+            await appending
+    await other.close()
+    assert ("may be stored all the same" in str(raised.value)) == at_end
+
+
+SLEEPS = "CREATE FUNCTION slow() RETURNS TRIGGER LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(600); RETURN NEW; END'"
+SLEEPING = "FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
+
+
 @pytest.mark.parametrize("blocked", ["tables", "pool"])
 async def test_a_database_that_does_not_answer_is_named(
     postgres_address: str, monkeypatch: pytest.MonkeyPatch, blocked: str
