@@ -145,7 +145,7 @@ async def assemble(
     interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> Parts:
     """Open the store and make all parts; `ending` closes them. Raises MeridianError, OSError or ValueError."""
-    access = Access(args.access, everybody=everybody_may_change(args))
+    access = Access(args.access, everybody=everybody_may_change(args), certificates=bool(args.client_ca))
     if not args.store.strip():
         raise ValueError("--store must name a SQLite file or a PostgreSQL database; got ''")
     shared = "://" in args.store

@@ -137,6 +137,8 @@ class Principal:
             raise PermissionDenied(f'"{self.name}" may not connect as engine "{engine_id}"')
 
 
+NO_CREDENTIALS = "no credentials: a bearer token or a client certificate is needed"
+NO_TOKEN = "no credentials: a bearer token is needed; the control plane asks for certificates only with --client-ca"
 NOBODY = Principal("", Role.NONE)
 ANYBODY = Principal("", Role.ANY)
 # The principal of the call that is being served, and its host. A service that goes on after its caller has hung up must
@@ -154,12 +156,13 @@ class Access:
     """Identifies callers. Without an access file callers need not authenticate: callers on this host may do everything,
     and callers on other hosts may do everything if `everybody` is set; otherwise they are guests.
 
-    Raises OSError or ValueError if the access file cannot be used.
+    certificates: whether TLS asks callers for certificates. Raises OSError or ValueError if the access file cannot be
+    used.
     """
 
-    def __init__(self, file: Path | None = None, *, everybody: bool = False) -> None:
+    def __init__(self, file: Path | None = None, *, everybody: bool = False, certificates: bool = True) -> None:
         self._identities = Reloaded([file], lambda: Identities(file)) if file is not None else None
-        self._everybody = everybody
+        self._everybody, self._certificates = everybody, certificates
 
     def identify(self, metadata: Metadata, certificate: Certificate, peer: str) -> Principal:
         """Return the caller that a token names, or a certificate if the call has no token. `peer` is the address of the
@@ -174,7 +177,9 @@ class Access:
         shown = [value for key, value in metadata if key == "authorization"]
         if shown:
             return identities.of_token(_bearer(shown))
-        return identities.of_certificate(_names(certificate))
+        if not (names := _names(certificate)):
+            raise Unauthenticated(NO_CREDENTIALS if self._certificates else NO_TOKEN)
+        return identities.of_certificate(names)
 
 
 def on_this_host(peer: str) -> bool:
@@ -258,8 +263,6 @@ class Identities:
 
     def of_certificate(self, names: list[tuple[str, str]]) -> Principal:
         """Return the principal of a certificate. `names` has its pairs of kind (uri, dns or cn) and name."""
-        if not names:
-            raise Unauthenticated("no credentials: a bearer token or a client certificate is needed")
         for entry in self._entries:
             for kind, name in names:
                 if (pattern := getattr(entry, kind)) and fnmatchcase(name, pattern):

@@ -15,8 +15,10 @@ import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
 from meridian.v1 import fleet_pb2, policy_pb2
+from typer.testing import CliRunner
 
 from meridian_agent.link import credentials as agent_credentials
+from meridian_control.cli.main import app
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.server.roles import OPEN, RULES, Role, rule_of
 from tests.certificates import DAY, Authority
@@ -331,6 +333,25 @@ async def test_without_credentials_only_health_answers(by_token: Secured) -> Non
         for method in METHODS:
             code = await code_of(by_token.fleet, channel, method)
             assert (code is grpc.StatusCode.UNAUTHENTICATED) == (rule_of(f"/{method}").role is not None), method
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_certificate_counts_only_if_the_server_asks_for_it(tmp_path: Path, asks: bool) -> None:
+    """Without --client-ca no entry of the access file for certificates matches, and the caller learns why."""
+    ours, access, file = Authority(tmp_path), tmp_path / "access.toml", tmp_path / "token"
+    server, good = ours.issue("server"), ours.issue("good")
+    (tmp_path / "secret").write_text(SECRET)
+    file.write_text(token(role="viewer"))
+    by_token = '[jwt]\nissuer = "issuer"\naudience = "meridian"\nsecret_file = "secret"\n'
+    access.write_text(by_token + '[[identity]]\ncn = "good"\nrole = "viewer"\n')
+    options = ["--tls-cert", server.cert, "--tls-key", server.key, "--access", access]
+    options += ["--client-ca", ours.file] if asks else []
+    control = Control(tmp_path, options=list(map(str, options)), credentials=good.credentials(str(file)).channel())
+    flags = ["--ca", str(good.ca), "--cert", str(good.cert), "--key", str(good.key)]
+    result = CliRunner().invoke(app, ["--server", control.target, *flags, "engines"])
+    control.process.stop()
+    assert result.exit_code == (0 if asks else 4)
+    assert ("the control plane asks for certificates only with --client-ca" in result.stderr) != asks
 
 
 async def test_an_agent_by_token(by_token: Secured) -> None:
