@@ -105,6 +105,10 @@ class Peers:
         live = {replica.replica_id: replica for replica in self._others()}
         renewed = (tls := self._tls.get()) is not self._shown
         self._shown = tls
+        if renewed:
+            # With other files a call may fail for another reason, which the log is to name.
+            self._silent.clear()
+            self._not_recording.clear()
         for replica_id in set(self._known) if renewed else self._known.keys() - live.keys():
             self._tasks.start(self._known.pop(replica_id).channel.close(CALL_TIMEOUT_S))
             self._refused_until.pop(replica_id, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import socket
 import ssl
 import threading
@@ -259,14 +260,21 @@ def _nothing(_: agent_pb2.Settings) -> None:
 
 
 @pytest.mark.usefixtures("_patient")
-async def test_a_replica_names_the_cause(servers: Servers, caplog: pytest.LogCaptureFixture) -> None:
-    found = case("expired", servers)
-    asking = Peers(lambda: [Replica("b", found.target)], ClientCredentials(*map(str, found.files)))
-    answers, silent = await asking.ask(peers_engines)
+async def test_a_replica_names_the_cause(servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also the one of files that replace those which failed."""
+    files = [tmp_path / name for name in ("ca", "cert", "key")]
+    asking = None
+    for name in ("expired", "of another CA"):
+        found = case(name, servers)
+        for source, file in zip(found.files, files, strict=True):
+            shutil.copy(source, file)
+        asking = asking or Peers(lambda: [Replica("b", servers.secured)], ClientCredentials(*map(str, files)))
+        assert await asking.ask(peers_engines) == ({}, ["b"])
+        for part in found.parts:
+            told = part.format(ca="MERIDIAN_TLS_CA", cert="MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY")
+            await until(lambda told=told: told in caplog.text)  # type: ignore[misc]
+    assert asking is not None
     await asking.close()
-    assert (answers, silent) == ({}, ["b"])
-    for part in found.parts:
-        assert part.format(ca="MERIDIAN_TLS_CA", cert="MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY") in caplog.text
 
 
 async def peers_engines(peer: peers.Peer) -> object:
