@@ -88,7 +88,8 @@ class Replicas:
         # The other live replicas, ordered by id, as last read from the database. Of several with one address the one
         # with the newest heartbeat has it; a replica that was killed may have been started again there.
         self.others: tuple[Replica, ...] = ()
-        # Ids of all other replicas that are not forgotten yet. One that hangs may still have engines.
+        # Ids of all other replicas that are not forgotten yet: one that hangs may still have engines. One that is dead
+        # has ended if another one lives at its address, because two processes cannot listen there.
         self.silent: tuple[str, ...] = ()
         self._database, self._clock = database, clock
         self._token: int | None = None
@@ -116,7 +117,9 @@ class Replicas:
             Replica(name, address) for name, address, lives in rows if lives and at.setdefault(address, name) == name
         ]
         others = tuple(sorted(reached, key=attrgetter("replica_id")))
-        self.silent = tuple(sorted({name for name, *_ in rows} - {other.replica_id for other in others}))
+        ids, taken = {other.replica_id for other in others}, {self.me.address, *(other.address for other in others)}
+        silent = {name for name, address, lives in rows if lives or address not in taken}
+        self.silent = tuple(sorted(silent - ids))
         if token != self._token and token is not None:
             logger.info("replica %s leads, token %d", self.me.replica_id, token)
         self._token, self._leads_until = token, began + LEASE_S - MARGIN_S

@@ -101,7 +101,8 @@ def test_replicas_see_each_other_until_they_die_or_leave(postgres: Postgres) -> 
 
 
 def test_an_address_belongs_to_the_replica_that_was_started_there_last(postgres: Postgres) -> None:
-    """A replica that was killed and started again has another id and the same address, and would answer twice."""
+    """A replica that was killed and started again has another id and the same address, and would answer twice. Once it
+    is dead for sure, nothing that the whole fleet is asked waits for it."""
 
     async def run(world: World) -> None:
         one, killed, again = await world.replica(), await world.replica(), await world.replica()
@@ -113,6 +114,15 @@ def test_an_address_belongs_to_the_replica_that_was_started_there_last(postgres:
             await replica.beat()
         assert ([*one.others], one.silent) == ([again.me], (killed.me.replica_id,))
         assert ([*again.others], again.silent) == ([one.me], (killed.me.replica_id,))
+        for seconds in (LEASE_S - 1.0, 1.0):
+            await world.passes(seconds)
+            for replica in (again, one):
+                await replica.beat()
+        assert ([*one.others], one.silent) == ([again.me], ())
+        assert ([*again.others], again.silent) == ([one.me], ())
+        await again.leave()
+        await one.beat()
+        assert one.silent == (killed.me.replica_id,), "nobody lives there"
         await world.close()
 
     asyncio.run(run(World(postgres.database())))
