@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from meridian_control import __version__
 from meridian_control.common import logs
-from meridian_control.common.addresses import is_loopback, split_address
+from meridian_control.common.addresses import flag_address, is_loopback, split_address
 from meridian_control.common.environment import BadVariable, choice, read
 from meridian_control.common.http_listener import host_name
 from meridian_control.fleet.fleet import HEARTBEAT_S
@@ -250,7 +250,9 @@ def bindable(address: str) -> str:
 
 def advertised(said: str | None, listen: str) -> str:
     """Return the address at which other replicas reach this one. Raises ValueError."""
-    host, port = split_address(said or listen)
+    if not said and listen.startswith("unix:"):
+        raise ValueError(f"other replicas cannot reach --listen {listen}: give --advertise, or a SQLite --store")
+    host, port = flag_address("--advertise", said or listen)
     if not said and host in ("", "::", "0.0.0.0"):
         host = own_host()
     if not host or not port:

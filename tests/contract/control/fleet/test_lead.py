@@ -284,5 +284,10 @@ def test_all_hosts_are_not_told_as_an_address() -> None:
 
 @pytest.mark.parametrize("said", ["pod", ":9", "pod:0"])
 def test_an_address_that_cannot_be_told(said: str) -> None:
-    with pytest.raises(ValueError, match="must be host:port"):
+    with pytest.raises(ValueError, match=r"--advertise.* must be host:port"):
         advertised(said, ":7")
+
+
+def test_a_socket_is_no_address_for_other_hosts() -> None:
+    with pytest.raises(ValueError, match="cannot reach --listen unix:/s: give --advertise"):
+        advertised(None, "unix:/s")
