@@ -17,6 +17,7 @@ from meridian_agent.link.sender_settings import request_sources
 from meridian_agent.vllm_adapter import (
     chat_rendering,
     client_effort,
+    core_shutdown,
     front_end_aborts,
     gateway,
     kv_connectors,
@@ -56,6 +57,7 @@ OPTIONAL = (
     ("phases in vLLM's own metrics", server_metrics.install),
     ("the difference between a stop string and a client that has gone", front_end_aborts.install),
     ("stop strings that sleep while the model thinks", stop_strings.install),
+    ("the end of the stream before the engine's workers exit", core_shutdown.install),
     ("workers and engines that vLLM starts on Ray", reach_ray),
 )
 

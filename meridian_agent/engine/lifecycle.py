@@ -249,9 +249,12 @@ class Lifecycle:
                     self._fingerprint = fingerprint(self._scheduler.vllm_config, self._chat_template, folder)
         return self._fingerprint
 
+    def end_stream(self) -> None:
+        self.link.stop(fails=core_fails())
+
     def stop(self) -> None:
         """End the stream, and let another engine have the name."""
-        self.link.stop(fails=core_fails())
+        self.end_stream()
         self._name.release()
 
     def disarm(self) -> None:

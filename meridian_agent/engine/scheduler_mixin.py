@@ -239,13 +239,20 @@ class GovernedScheduler(Scheduler):
                 self._guard.run(self._agent.freeing, self, request)
         return super()._free_request_blocks(request, *args, **kwargs)  # type: ignore[misc]
 
-    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+    def end_stream(self) -> None:
+        """End the stream, because the engine core shuts down and makes no more steps. Never raises."""
+        self._end(lambda lifecycle: lifecycle.end_stream())
+
+    def _end(self, end: Callable[[Lifecycle], None]) -> None:
         if self._agent is not None:
             with self._between_steps:
                 self._guard.run(self._agent.accounts.take_postponed)
         if self._lifecycle is not None:
             # The stream is ended while the agent is off, too.
-            Guard("the stream ends with the process").run(self._lifecycle.stop)
+            Guard("the stream ends with the process").run(end, self._lifecycle)
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self._end(lambda lifecycle: lifecycle.stop())
         super().shutdown(*args, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------- on the link's threads

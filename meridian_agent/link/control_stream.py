@@ -140,8 +140,11 @@ class ControlStream:
         the stream first, so that the control plane knows that the engine shuts down. Records that are not sent within
         GOODBYE_S are lost.
 
-        fails: whether an error ends the engine. The stream then breaks off, as if the engine had been killed.
+        fails: whether an error ends the engine. The stream then breaks off, as if the engine had been killed. Only the
+        first call has an effect.
         """
+        if self._stop.is_set():
+            return
         self._stop.set()
         if fails:
             self.restart("the engine fails")

@@ -243,6 +243,10 @@ STOP_STRINGS: Table = {
 # vLLM's load balancer over data-parallel engines; without it no mark has to find its engine.
 BALANCER: Table = {"vllm.v1.engine.core_client:DPLBAsyncMPClient": ("abort_requests_async(_)", "reqs_in_flight")}
 
+# The engine core, which shuts its scheduler down only once its workers have exited; without this API an engine whose
+# workers exit slowly counts as lost when it shuts down.
+CORE_SHUTDOWN: Table = {"vllm.v1.engine.core:EngineCore": ("shutdown()", "scheduler")}
+
 # The prefixes of the variables that vLLM hands to the actors that it starts on Ray; without it these lack the agent's.
 RAY: Table = {"vllm.ray.ray_env": ("DEFAULT_ENV_VAR_PREFIXES",)}
 
