@@ -253,8 +253,9 @@ class Lifecycle:
         self.link.stop(fails=core_fails())
 
     def stop(self) -> None:
-        """End the stream, and let another engine have the name."""
+        """End the stream and the threads, and let another engine have the name."""
         self.end_stream()
+        self._state.close()
         self._name.release()
 
     def disarm(self) -> None:

@@ -83,7 +83,7 @@ class StateFile:
     def __init__(self, folder: Path | None, name: str, model: str) -> None:
         self.path = _path(folder, name) if folder is not None else None
         self._owner = {"format": FORMAT, "engine_id": name, "model": model}
-        self._wanted: queue.SimpleQueue[agent_pb2.Settings] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[agent_pb2.Settings | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._complained = False
         if folder is None:
@@ -137,15 +137,17 @@ class StateFile:
             self._thread = threading.Thread(target=self._write_all, name="meridian-state", daemon=True)
             self._thread.start()
 
+    def close(self) -> None:
+        """End the writer's thread once it has written what `keep` was given; another call of `keep` starts it anew."""
+        self._wanted.put(None)
+
     def _write_all(self) -> None:
-        while True:
+        while (settings := self._wanted.get()) is not None:
             with contextlib.suppress(Exception):
-                self._write_newest(self._wanted.get())
+                self._write_newest(settings)
 
     def _write_newest(self, settings: agent_pb2.Settings) -> None:
         try:
-            while not self._wanted.empty():
-                settings = self._wanted.get()
             self._write(settings)
             self._complained = False
         except Exception as error:

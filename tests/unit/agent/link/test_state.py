@@ -13,7 +13,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.link import settings_file as state
 from meridian_agent.link.settings_file import StateFile, state_folder
-from tests.processes import wait_for
+from tests.processes import BUSY, wait_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,6 +65,16 @@ def test_a_disk_that_hangs_keeps_nothing_but_the_newest_waiting(
     assert file._wanted.qsize() <= 1
     goes_on.set()
     wait_for(lambda: file.load() == agent_pb2.Settings(revision=99), 5, "the newest")
+
+
+def test_a_program_with_many_engines_has_no_thread_of_those_that_are_gone(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, "e", "m")
+    file.keep(SETTINGS)
+    file.close()
+    assert file._thread is not None
+    file._thread.join(10 * BUSY)
+    assert not file._thread.is_alive()
+    assert file.load() == SETTINGS
 
 
 def test_an_experiments_cap_does_not_outlive_a_restart(tmp_path: Path) -> None:
