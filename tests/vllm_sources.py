@@ -166,7 +166,7 @@ def tables(version: str) -> list[Table]:
     api = required_api
     found = [api.ENGINE, api.CONNECTOR, api.V1_RUNNER, api.V2_RUNNER, api.API_SERVER, api.FRONT_END, api.BALANCER]
     found += [api.RENDERER, api.INPUTS, api.WITH_USER, api.BUDGET, api.HAND_OVER, api.METRICS, api.STOP_STRINGS]
-    found += [api.PREEMPTION, api.RAY]
+    found += [api.PREEMPTION, api.RAY, api.CORE_SHUTDOWN]
     since = tuple(map(int, version.split(".")[:2]))
     if since >= api.PREMATURE_STOPS_FROM:
         found.append(api.PREMATURE_STOPS)
