@@ -110,6 +110,9 @@ def test_policy_change_reaches_requests_in_flight(llm: Any, agent: Any, control:
     revision = control.set_policy({"scheduler": {"max_think_tokens": 20}})
     end = agent.tracker.markers.end[0]
     wait_for(lambda: agent.link.mailbox.arrived, 20, "the settings to arrive")
+    run.step()
+    # The settings are acknowledged apart from reports, so `settled` alone does not wait for what follows from them.
+    wait_for(lambda: agent.link.inbox.messages, 20, "the cap to arrive")
     run.until(lambda: end in run.tokens["r"], settled=settled)
     assert 30 <= run.tokens["r"].index(end) < 40
     assert control.engine().acked_revision == revision
