@@ -144,9 +144,9 @@ class StateFile:
     def _write_all(self) -> None:
         while (settings := self._wanted.get()) is not None:
             with contextlib.suppress(Exception):
-                self._write_newest(settings)
+                self._write_or_complain(settings)
 
-    def _write_newest(self, settings: agent_pb2.Settings) -> None:
+    def _write_or_complain(self, settings: agent_pb2.Settings) -> None:
         try:
             self._write(settings)
             self._complained = False

@@ -69,8 +69,8 @@ UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # The largest duration that a message of the API can hold, 10,000 years.
 MOST_S = 315_576_000_000
 
-# What a command says if the control plane may have received a change and has not answered; and what gRPC says of a call
-# that it has not sent.
+# A command prints NO_ANSWER if the control plane may have received a change and has not answered. _NOT_SENT finds the
+# errors that gRPC gives for a call that it has not sent.
 NO_ANSWER = (
     "no answer has come: the change may have been made, or may still be made; look before you repeat the command"
 )
