@@ -152,7 +152,7 @@ class Run:
         return bool(outputs)
 
     def until(self, done: Any = None, limit: int = 3000, settled: Callable[[], object] | None = None) -> None:
-        """Step until `done()` is true, or until no request is left.
+        """Step until `done()` is true, or without it until no request is left.
 
         With `settled`, each step waits until the reports before it are answered. A step that gives nothing, as when all
         requests are held, does not count towards the limit, and pauses as an engine core in its own process does.
@@ -167,3 +167,4 @@ class Run:
                 settled()
             assert steps < limit, f"not done after {limit} steps"
             assert time.monotonic() - progress < PATIENCE_S, f"no token for {PATIENCE_S} s, after {steps} steps"
+        assert done is None or done(), f"all requests ended within {steps} steps, before what the test waits for"

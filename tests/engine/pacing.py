@@ -61,6 +61,13 @@ class Settled:
             time.sleep(LOOK_S)
 
 
+def waits(agent: Any, kind: str) -> bool:
+    """Return whether a decision of this kind, a field of Directives, has arrived and waits for the engine. An answer to
+    settings or a thaw is no answer to a report, so `Settled` does not wait for it."""
+    arrived = tuple(agent.link.inbox.messages)
+    return any(field.name == kind for message in arrived if message is not None for field, _ in message.ListFields())
+
+
 def _answered(link: Any) -> bool:
     """Return whether the link's sender waits for more records, and all that it has sent is answered."""
     ring = link.outbox.ring

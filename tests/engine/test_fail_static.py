@@ -10,6 +10,7 @@ from vllm import SamplingParams
 
 from meridian_agent.core.probe_admission import MAX_HOLD_MS
 from tests.engine import ENGINE_ARGS, FIRST_TOKENS, Run, cases, chat, confirmed, rebuild
+from tests.engine.pacing import waits
 from tests.engine.policies import CONVERGED, NEUTRAL
 from tests.engine.recording import records
 from tests.engine.test_budgets import shown
@@ -105,6 +106,9 @@ def test_requests_in_flight_are_let_go_and_taken_up_again(
     assert not any(record.told for record, *_ in seen), "a frozen engine measures logits"
     control.thaw()
     wait_for(lambda: agent.link.mailbox.arrived, 20, "the thaw to arrive")
+    run.step()
+    (live,) = agent.tracker.by_id.values()
+    wait_for(lambda: live.cap is not None or waits(agent, "caps"), 20, "the cap to arrive")
     run.until(settled=settled)
     assert 110 < run.tokens["r"].index(end) < 149
     assert control.settled().outcomes["agent_off"] > dict(before.outcomes).get("agent_off", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ from meridian_agent.vllm_adapter.scheduler_api import admission_limit_name
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.data import maze
 from tests.engine import ENGINE_ARGS, STRIPPED, Run, cases, chat, paced, prompt_ids, stops_next
+from tests.engine.pacing import waits
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.test_decisions import endless, opened
 from tests.processes import wait_for
@@ -18,6 +20,7 @@ from tests.processes import wait_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from meridian_agent.core.directives import DispatchPlan
     from meridian_agent.core.step_record import StepRecord
     from tests.engine.pacing import Settled
     from tests.processes import Control
@@ -186,14 +189,20 @@ def test_strategies_change_live_and_change_no_token(llm: Any, priced: Any, contr
     for i, case in enumerate(SEVEN):
         run.add(f"r{i}", case, params)
     seen = {}
+
+    def has_come(before: DispatchPlan | None) -> bool:
+        return priced.directives.plan is not before or waits(priced, "plan")
+
     for strategy in ("output_first", "deadline", "reasoning_first", "stock"):
         limits = {"output_tpot_budget_ms": 7.5, "think_batch_multiplier": 1.0, "strategy": strategy}
         if strategy == "reasoning_first":
             limits["output_tpot_budget_ms"] = 40.0
         revision = control.set_policy({**NEUTRAL, "scheduler": {**NEUTRAL["scheduler"], **limits}})
         wait_for(lambda: priced.link.mailbox.arrived, 20, "the settings to arrive")
+        before = priced.directives.plan
         run.step()
         assert priced.link.lease.revision == revision
+        wait_for(partial(has_come, before), 20, "the plan to arrive")
         done = len(run.tokens["r6"])
         run.until(lambda done=done: len(run.tokens["r6"]) > done + 20, settled=settled)
         plan = priced.directives.plan

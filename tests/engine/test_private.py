@@ -115,7 +115,7 @@ def test_neither_prompts_nor_output_leave_the_engine(  # noqa: PLR0917
     control.apply({**DENSE, "scheduler": {**DENSE["scheduler"], "max_think_tokens": 60}})
     run = Run(llm)
     for i, case in enumerate(cases()):
-        run.add(f"r{i}", case, endless(agent, max_tokens=100) if i else copy.deepcopy(SamplingParams(max_tokens=100)))
+        run.add(f"r{i}", case, endless(agent, max_tokens=300) if i else copy.deepcopy(SamplingParams(max_tokens=100)))
     run.until(lambda: len(run.tokens["r0"]) > 20, settled=settled)
     run.abort("r3")
     refused = control.set_policy({**DENSE, "model": {"maze": {"reasoning_parser": "nobody"}}})

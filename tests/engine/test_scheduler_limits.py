@@ -49,13 +49,13 @@ def test_running_requests_finish_below_a_lowered_limit_and_others_wait(
     assert scheduler.max_num_active_reqs == 2
     together = []
 
-    def look() -> bool:
+    def all_ended() -> bool:
         running = of_clients(scheduler)
         if running - first:
             together.append(len(running))
-        return False
+        return len(run.finished) == len(run.tokens)
 
-    run.until(look)
+    run.until(all_ended)
     assert max(together) == 2
     assert [run.tokens[f"r{number}"] for number in range(len(stock))] == stock
     assert [run.tokens[f"late{number}"] for number in range(3)] == stock[:3]

@@ -138,6 +138,7 @@ def test_reports_are_rare_until_a_measured_request_thinks(llm: Any, agent: Any, 
     assert max(outbox._wanted()) > USUAL_INTERVAL_STEPS
     with records(agent) as seen:
         control.set_policy({"telemetry": {"shadow_sample_ratio": 1.0}})
+        wait_for(lambda: agent.link.mailbox.arrived, 20, "the settings to arrive")
         run.until(lambda: outbox.measures)
     assert [record.urgent for record, *_ in seen] == [False] * (len(seen) - 1) + [True]
     assert outbox._wanted() == (USUAL_INTERVAL_STEPS, USUAL_INTERVAL_STEPS)
