@@ -21,6 +21,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.capabilities.self_calibration import rule as rules
 from meridian_control.capabilities.self_calibration import shown
 from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Newest, can_be_kept
+from meridian_control.capabilities.self_calibration.in_order import InOrder
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
 from meridian_control.capabilities.self_calibration.stream import Recorder
 from meridian_control.capabilities.self_calibration.watch import Watch
@@ -109,6 +110,7 @@ class SelfCalibration(FleetPart):
     def __init__(self, fleet: Fleet) -> None:
         self.fleet, self._clock = fleet, fleet.clock
         self.calibrate: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = self._calibrate
+        self._in_order = InOrder(self.record, fleet.clock)
         # Episodes as JSON, each with the name of its traffic, and the bytes of all.
         self._new: deque[tuple[str, str]] = deque()
         self._new_bytes = 0
@@ -141,10 +143,11 @@ class SelfCalibration(FleetPart):
         self._rollouts: Rollouts = beside.rollouts
 
     def stream(self, stream: Stream) -> Recorder:
-        return Recorder(stream, self.record)
+        return Recorder(stream, self._in_order)
 
     def record(self, traffic: str, found: Episode | LeftOut) -> None:
-        """Take in a request that nothing shortened and that has closed; the next tick stores its episode."""
+        """Take in a request that nothing shortened, once it has closed and its turn has come; the next tick stores its
+        episode."""
         if not can_be_kept(traffic):
             found = LeftOut.UNNAMED
         self._seen[traffic] = seen = self._seen.pop(traffic, Counter())

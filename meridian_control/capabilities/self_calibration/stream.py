@@ -15,10 +15,11 @@ from meridian_control.policy.effects import any_self_calibrates, self_calibrates
 from meridian_control.policy.shortening_kinds import kinds_for_request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from meridian.v1 import agent_pb2
 
+    from meridian_control.capabilities.self_calibration.in_order import InOrder
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.engine.part import ProbeResult, Stream
     from meridian_control.policy.model import Policy
@@ -31,12 +32,14 @@ class Recorder(Part):
     """The live requests of one engine that nothing shortens, and whose policy asks for self-calibration: the control
     group, and while nothing in force may shorten a request, all that are measured.
 
-    found: takes the name of the traffic and an episode, or why there is none, when its request closes.
+    in_order: takes each request when it begins, and what came of it when it closes.
     """
 
-    def __init__(self, stream: Stream, found: Callable[[str, Episode | LeftOut], None]) -> None:
-        self._stream, self._table, self._found = stream, stream.table, found
+    def __init__(self, stream: Stream, in_order: InOrder) -> None:
+        self._stream, self._table, self._in_order = stream, stream.table, in_order
         self._samples: dict[int, list[Sample]] = {}
+        # Slots of the requests that have begun since the last look for those to record.
+        self._opened: list[int] = []
         # Samples whose results came with the report that is being taken in, by slot.
         self._new: list[tuple[int, Sample]] = []
         # Whether the policy in force asks for self-calibration of some request.
@@ -47,9 +50,34 @@ class Recorder(Part):
         if not self._is_asked:
             self._samples.clear()
 
+    def policy_changed(self, now: object) -> None:
+        self._in_order.forget(self, lambda slot: self._is_asked and self._is_meant(slot))
+
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
         self._samples.clear()
         self._new.clear()
+        self._forget()
+
+    def snapshot_ends(self, now: object) -> None:
+        self._begin()
+
+    def stream_ended(self, now: object, followed: bool) -> None:
+        self._forget()
+
+    def opened(self, slots: Sequence[int]) -> None:
+        self._opened += slots
+
+    def _begin(self) -> None:
+        """Begin to record the requests among those that have opened."""
+        for slot in self._opened if self._is_asked else ():
+            opened = self._table.info[slot]
+            if opened is not None and self._is_meant(slot):
+                self._in_order.begin(self, slot, self._stream.policies.who(opened).traffic)
+        self._opened.clear()
+
+    def _forget(self) -> None:
+        self._opened.clear()
+        self._in_order.forget(self, lambda slot: False)
 
     def probed(self, results: Sequence[ProbeResult]) -> None:
         for result in results if self._is_asked else ():
@@ -61,6 +89,7 @@ class Recorder(Part):
                 self._new.append((result.slot, sample))
 
     def reported(self, report: agent_pb2.StepReport, now: object) -> None:
+        self._begin()
         for slot, sample in self._new:
             arrived = max(sample.think_tokens, int(self._table.think_tokens[slot]))
             kept = self._samples.setdefault(slot, [])
@@ -72,17 +101,20 @@ class Recorder(Part):
         for closed in rows if self._is_asked else ():
             samples = self._samples.pop(closed.slot, [])
             opened = self._table.info[closed.slot]
-            if opened is not None and governed and closed.reason in FINISHED and self._is_meant(opened):
-                self._found(self._stream.policies.who(opened).traffic, self._result(opened, samples))
+            if opened is None:
+                continue
+            has_thought = bool(self._table.think_tokens[closed.slot])
+            counts = has_thought and governed and closed.reason in FINISHED and self._is_meant(closed.slot)
+            result = self._result(opened, samples) if counts else None
+            self._in_order.end(self, closed.slot, self._stream.policies.who(opened).traffic, result)
 
-    def _is_meant(self, opened: OpenedRequest) -> bool:
-        """Whether self-calibration is to record a request that has thought. A request that counts has had the same
-        rules from its beginning. Of several choices of one prompt the first counts, because they are alike."""
-        table, slot = self._table, opened.slot
-        if is_later_choice(opened.request_id):
+    def _is_meant(self, slot: int) -> bool:
+        """Whether self-calibration is to record a request. A request that counts has had the same rules from its
+        beginning. Of several choices of one prompt the first counts, because they are alike."""
+        table, opened = self._table, self._table.info[slot]
+        if opened is None or is_later_choice(opened.request_id):
             return False
-        is_whole = table.think_tokens[slot] and table.counted[slot] and not table.unmeasured[slot]
-        return bool(is_whole and self._is_recorded(slot))
+        return bool(table.counted[slot] and not table.unmeasured[slot]) and self._is_recorded(slot)
 
     def _result(self, opened: OpenedRequest, samples: list[Sample]) -> Episode | LeftOut:
         """Return the episode of a request whose thinking the model itself has ended, once, and whose newest probe lies

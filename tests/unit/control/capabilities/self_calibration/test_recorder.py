@@ -3,6 +3,7 @@ engine measured it."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,14 @@ import pytest
 
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, name_of
+from meridian_control.capabilities.self_calibration.in_order import InOrder
 from meridian_control.capabilities.self_calibration.stream import Recorder
+from meridian_control.common.slices import at_once
 from meridian_control.policy.model import Who
 from tests.fakes.tables import policy
 from tests.unit import sessions
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED
-from tests.unit.sessions import EARLY, Stream, stream
+from tests.unit.sessions import EARLY, Stream, reconnected, stream
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
@@ -42,7 +45,7 @@ def found(monkeypatch: pytest.MonkeyPatch, left_out: list[LeftOut]) -> list[tupl
         else:
             kept.append((traffic, found))
 
-    recorder = partial(Recorder, found=take)
+    recorder = partial(Recorder, in_order=InOrder(take, lambda: datetime.now(UTC)))
     monkeypatch.setattr(sessions, "STREAM_PARTS", (*STREAM_PARTS, recorder))
     return kept
 
@@ -162,3 +165,45 @@ def test_others_are_not_recorded_and_some_are_said_to_be_left_out(
     rules, fields, why = LEFT_OUT[case]
     run(stream(rules), **fields)
     assert (found, left_out) == ([], why)
+
+
+def test_a_short_request_waits_for_a_long_one_that_began_before(found: list[tuple[str, Episode]]) -> None:
+    made = stream(all_measured())
+    made.open(CONTROL, think=80, answer=3)
+    made.step()
+    made.open(TREATED, think=40, answer=3)
+    made.step(60)
+    assert not found
+    made.step(40)
+    assert [episode.name for _, episode in found] == [name_of(CONTROL), name_of(TREATED)]
+
+
+def test_same_rules_go_on_counting(found: list[tuple[str, Episode]]) -> None:
+    made = stream(all_measured())
+    for name, think in ((CONTROL, 60), (TREATED, 40)):
+        made.open(name, think=think, answer=3)
+    made.step(50)
+    made.apply(all_measured())
+    made.step(30)
+    assert [episode.name for _, episode in found] == [name_of(CONTROL), name_of(TREATED)]
+
+
+@pytest.mark.parametrize("event", ["a rule", "a snapshot", "a reconnect", "an end"])
+def test_short_requests_go_with_a_long_one_that_no_longer_counts(found: list[tuple[str, Episode]], event: str) -> None:
+    made = stream(all_measured())
+    made.open(TREATED, think=80, answer=3)
+    made.step()
+    made.open(CONTROL, think=40, answer=3)
+    made.step(60)
+    if event == "a rule":
+        made.apply(all_measured(**IN_FORCE))
+        made.apply(all_measured())
+    elif event == "a snapshot":
+        made.agent.say(snapshot=made.agent.snapshot())
+        made.pump()
+    else:
+        at_once(made.session.closing(made.now, followed=event == "a reconnect"))
+    if event == "a reconnect":
+        made = reconnected(made, all_measured())
+    made.step(40)
+    assert not found
