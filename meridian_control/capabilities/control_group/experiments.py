@@ -1,8 +1,9 @@
 """Counts what becomes of treated requests and of the control group, for each set of rules, by kind of shortening.
 
-A request counts when it closes, so the memory does not grow with the number of requests. All counts are integers or
-sums, so that counts of several engines and replicas add up. The module knows neither messages of agents nor time. The
-objects belong to one event loop; all sessions of a replica share one `Experiments`.
+A request counts when it closes, so the memory does not grow with the number of requests; what `ArmCounts` has counts
+with the request's cohort. All counts are integers or sums, so that counts of several engines and replicas add up. The
+module knows neither messages of agents nor time. The objects belong to one event loop; all sessions of a replica share
+one `Experiments`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_control.capabilities.control_group.cohorts import Cohorts
 from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.think_ends import CUT, EMPTY_ANSWER, FINISHED
 from meridian_control.journal.request_ids import is_later_choice
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
+    from meridian_control.capabilities.control_group.cohorts import Cohort
     from meridian_control.capabilities.control_group.requests import ControlRequest
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.drift_schema import Bins
@@ -39,7 +42,7 @@ UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "engine", "budget",
 # Counts that add up: of requests of the control group by what shortening would have done to their answer, all of
 # `Savings`, of an arm, and of ends.
 VERDICTS = ("judged", "judged_stops", "harmful", "unjudged")
-COUNTS = ("shadow_saved_tokens", "alike_stops", *VERDICTS)
+COUNTS = ("alike_stops", *VERDICTS)
 ARM_COUNTS = tuple(field.name for field in fleet_pb2.ArmCounts.DESCRIPTOR.fields)
 END_COUNTS = tuple(field.name for field in fleet_pb2.EndCounts.DESCRIPTOR.fields)
 
@@ -57,8 +60,8 @@ class KindCounts(dict[Kind, fleet_pb2.ShorteningHarm]):
 class Experiment:
     """The counts under one set of rules, which came into force with the revision `since_revision`.
 
-    counts: as fleet.proto defines them, without `kinds`, samples and estimates. kinds: the counts of each kind of
-    shortening.
+    counts: as fleet.proto defines them, without `kinds`, samples and estimates. cohorts: what both arms have counted
+    since, until it is complete. kinds: the counts of each kind of shortening.
     """
 
     def __init__(self, rules: str = "", since_revision: int = 0, policy: Policy | None = None) -> None:
@@ -70,6 +73,7 @@ class Experiment:
             forced_ends=fleet_pb2.EndCounts(),
             natural_ends=fleet_pb2.EndCounts(),
         )
+        self.cohorts = Cohorts(self.counts, add_arms)
         self.kinds = KindCounts()
         # By signal: the policy's description of the calibrated requests, and the number of live requests in each bin.
         self.references: dict[str, Bins] = {}
@@ -89,23 +93,24 @@ class Experiment:
         slot: int,
         reason: agent_pb2.FinishReason.ValueType,
         request: ControlRequest | None,
-        ended_by: Kind | None,
         *,
+        ended_by: Kind | None,
+        cohort: Cohort,
         handed_over: bool = False,
     ) -> list[str]:
         """Count a request that closes, unless it did not think or did not begin under these rules. Return the names
         under which its engine counts it, as `Engine.control_group` in fleet.proto has them.
 
         request: state of a request of the control group, None for a treated request. ended_by: the kind of shortening
-        that ended the thinking of a treated request first. handed_over: whether another engine gives the answer, so
-        that nothing about the answer is counted.
+        that ended the thinking of a treated request first. cohort: the request's. handed_over: whether another engine
+        gives the answer, so that nothing about the answer is counted.
         """
         think_tokens, answer_tokens = int(table.think_tokens[slot]), int(table.output_tokens[slot])
         if not (table.counted[slot] and think_tokens):
             return []
         ended, thinks = bool(table.ended[slot]), bool(table.phase[slot] == agent_pb2.PHASE_THINK)
         has_answer = reason in FINISHED and ended and not thinks
-        arm = self.counts.control if request is not None else self.counts.treated
+        arm = cohort.counts.control if request is not None else cohort.counts.treated
         arm.requests += 1
         arm.think_tokens += think_tokens
         arm.think_tokens_squares += float(think_tokens) ** 2
@@ -121,6 +126,8 @@ class Experiment:
         if request is not None:
             opened = table.info[slot]
             alone = opened is None or not is_later_choice(opened.request_id)
+            if request.stopped:
+                cohort.counts.shadow_saved_tokens += max(0, think_tokens - request.stop_tokens)
             verdicts = self._compare(request, think_tokens, judgeable=has_answer and alone)
             natural = request.stopped and table.first_end[slot] == NATURAL_END
             kind, side = (request.stopped_by if natural else None), "natural_ends"
@@ -142,8 +149,6 @@ class Experiment:
         judgeable: whether the request has an answer and is the first choice of its prompt. Choices of one prompt are
         harmed together, and the tests and bounds of harm hold for independent requests.
         """
-        if request.stopped:
-            self.counts.shadow_saved_tokens += max(0, think_tokens - request.stop_tokens)
         # A request is given up because its trial answers change, so a change does not mean harm.
         if not judgeable or request.gives_up:
             return []
@@ -227,8 +232,7 @@ def kind_of(harm: fleet_pb2.ShorteningHarm) -> Kind:
 def add_counts(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
     """Add the counts of another experiment or replica, without those of samples."""
     _add(whole, part, COUNTS)
-    _add(whole.treated, part.treated, ARM_COUNTS)
-    _add(whole.control, part.control, ARM_COUNTS)
+    add_arms(whole, part)
     _add_ends(whole, part)
     mine = {kind_of(harm): harm for harm in whole.kinds}
     for theirs in part.kinds:
@@ -239,6 +243,13 @@ def add_counts(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
             _add_ends(harm, theirs)
             if theirs.HasField("evidence_ratio"):
                 harm.evidence_ratio = theirs.evidence_ratio
+
+
+def add_arms(whole: fleet_pb2.Savings, part: fleet_pb2.Savings) -> None:
+    """Add the counts of both arms, and the tokens that shortening would have saved in the control group."""
+    _add(whole, part, ("shadow_saved_tokens",))
+    _add(whole.treated, part.treated, ARM_COUNTS)
+    _add(whole.control, part.control, ARM_COUNTS)
 
 
 def _add(whole: Message, part: Message, names: Iterable[str]) -> None:

@@ -76,8 +76,8 @@ ENTRIES = (
         ("bound",),
         "Share of the thinking that the policy in force saves, by value, low and high end of the 95 % interval. Like "
         "the metrics below, it comes from the replica that leads, for all replicas.",
-        "It is too low soon after a change of the rules. `low` below 0 later, with many requests: shortening saves "
-        "nothing that can be shown.",
+        "It may be too low in the first minutes of new rules. `low` below 0 later, with many requests: shortening "
+        "saves nothing that can be shown.",
     ),
     gauge(
         "meridian_harm_ratio",

@@ -47,8 +47,9 @@ def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fl
         savings
         for savings in told
         if savings.in_force
-        or savings.treated.requests
-        or savings.control.requests
+        or any(arm.requests for arm in (savings.treated, savings.control))
+        # Both arms count later than all else.
+        or any((savings.judged, savings.unjudged, savings.forced_ends.ends))
         or any(sample_bin.seen for bins in drift_bins(savings).values() for sample_bin in bins)
     ]
 

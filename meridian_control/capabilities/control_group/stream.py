@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
+    from meridian_control.capabilities.control_group.cohorts import Cohort, Cohorts
     from meridian_control.capabilities.control_group.experiments import Experiment
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.engine.part import ProbeResult, Stream, Turn
@@ -75,6 +76,12 @@ class ControlGroup(Part):
         self._same_rules = False
         # By slot, the kind of shortening that ended the thinking of a treated request first.
         self._ended_by: dict[int, Kind] = {}
+        # By slot of a request that counts, its cohort, and those of the same experiment.
+        self._cohorts: dict[int, tuple[Cohorts, Cohort]] = {}
+        self._now = stream.now
+
+    def rest(self, now: datetime) -> None:
+        self._now = now
 
     # ------------------------------------------------------------------------------------------------ who belongs to it
 
@@ -94,6 +101,7 @@ class ControlGroup(Part):
         begins = not (table.think_tokens[slot] or table.output_tokens[slot] or opened.handed_over_ref)
         counted = in_force and (begins or (same_rules and bool(table.counted[slot])))
         table.put(slot, control=control, counted=counted)
+        self._join(slot, counted=counted, same_rules=same_rules)
         self._await_signals(slot, own, opened, begins=begins, same_rules=same_rules)
         if not same_rules:
             self._ended_by.pop(slot, None)
@@ -104,6 +112,19 @@ class ControlGroup(Part):
         if self._stream.journal is not None:
             self._stream.journal.note_once(slot, "control_group", NOTE)
         return True
+
+    def _join(self, slot: int, *, counted: bool, same_rules: bool) -> None:
+        """Let a request that counts belong to a cohort of the present rules."""
+        assert self.experiment is not None
+        if not (counted and same_rules):
+            self._leave(slot)
+        if counted and slot not in self._cohorts:
+            self._cohorts[slot] = self.experiment.cohorts, self.experiment.cohorts.join(self._now)
+
+    def _leave(self, slot: int) -> None:
+        if (joined := self._cohorts.pop(slot, None)) is not None:
+            cohorts, cohort = joined
+            cohorts.leave(cohort)
 
     def _await_signals(self, slot: int, own: Policy, opened: OpenedRequest, *, begins: bool, same_rules: bool) -> None:
         """Note the signals of a request that are compared with the calibration once their first values come. Of several
@@ -171,6 +192,14 @@ class ControlGroup(Part):
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
         self.requests.clear()
         self._ended_by.clear()
+        self._leave_all()
+
+    def stream_ended(self, now: datetime, followed: bool) -> None:
+        self._leave_all()
+
+    def _leave_all(self) -> None:
+        for slot in [*self._cohorts]:
+            self._leave(slot)
 
     def probed(self, results: Sequence[ProbeResult]) -> None:
         for result in results:
@@ -227,14 +256,25 @@ class ControlGroup(Part):
     def closed(self, rows: Sequence[agent_pb2.RequestClosed], governed: bool) -> None:
         """Count the requests as treated or as control. While no decisions are made, they are neither."""
         for closed in rows:
-            slot, experiment = closed.slot, self.experiment
-            request, ended_by = self.requests.by_slot.get(slot), self._ended_by.get(slot)
-            if governed and experiment is not None:
-                # An abort without a client that has gone may be a stop string, which does no harm.
-                known = closed.reason != agent_pb2.FINISH_REASON_ABORT or closed.client_gone
-                reason = closed.reason if known else agent_pb2.FINISH_REASON_UNSPECIFIED
-                self.verdicts.update(
-                    experiment.closed(self._table, slot, reason, request, ended_by, handed_over=closed.handed_over)
-                )
-            self.requests.leave(slot)
-            self._ended_by.pop(slot, None)
+            if governed:
+                self._count(closed)
+            self.requests.leave(closed.slot)
+            self._ended_by.pop(closed.slot, None)
+            self._leave(closed.slot)
+
+    def _count(self, closed: agent_pb2.RequestClosed) -> None:
+        slot, experiment = closed.slot, self.experiment
+        if experiment is None or slot not in self._cohorts:
+            return
+        # An abort without a client that has gone may be a stop string, which does no harm.
+        known = closed.reason != agent_pb2.FINISH_REASON_ABORT or closed.client_gone
+        names = experiment.closed(
+            self._table,
+            slot,
+            closed.reason if known else agent_pb2.FINISH_REASON_UNSPECIFIED,
+            self.requests.by_slot.get(slot),
+            ended_by=self._ended_by.get(slot),
+            cohort=self._cohorts[slot][1],
+            handed_over=closed.handed_over,
+        )
+        self.verdicts.update(names)

@@ -3192,7 +3192,9 @@ Global___SignalSamples: _TypeAlias = SignalSamples  # noqa: Y015
 
 @_typing.final
 class ArmCounts(_message.Message):
-    """Counts of closed requests that thought."""
+    """Counts of closed requests that thought, once all requests under the same rules that began before them on the same
+    replica have closed, or after an hour.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
