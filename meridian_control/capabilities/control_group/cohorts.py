@@ -43,6 +43,11 @@ class Cohorts:
         self._counts, self._add = counts, add
         self._waiting: deque[Cohort] = deque()
 
+    @property
+    def waiting(self) -> int:
+        """Number of closed requests that do not count yet."""
+        return sum(cohort.counts.treated.requests + cohort.counts.control.requests for cohort in self._waiting)
+
     def join(self, now: datetime) -> Cohort:
         """Return the cohort of a request that begins now; `leave` must follow."""
         self._count_complete(now - PATIENCE)

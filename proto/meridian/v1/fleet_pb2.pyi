@@ -2889,6 +2889,7 @@ class Savings(_message.Message):
     KINDS_FIELD_NUMBER: _builtins.int
     NOT_MEASURED_FIELD_NUMBER: _builtins.int
     ALIKE_STOPS_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     rules: _builtins.str
     """Fingerprint of the policy's rules. Counts of the same rules add up over replicas."""
     since_revision: _builtins.int
@@ -2923,6 +2924,8 @@ class Savings(_message.Message):
     """Judged requests that shortening would have ended and whose newest trial answer is that of the request that was
     probed before. If nearly all are, answers begin alike, and no change of an answer is seen.
     """
+    waiting_requests: _builtins.int
+    """Closed requests that `treated` and `control` do not count yet, because requests that began before them still run."""
     @_builtins.property
     def treated(self) -> Global___ArmCounts:
         """Requests whose thinking the rules may end."""
@@ -3002,10 +3005,11 @@ class Savings(_message.Message):
         kinds: _abc.Iterable[Global___ShorteningHarm] | None = ...,
         not_measured: _builtins.str = ...,
         alike_stops: _builtins.int = ...,
+        waiting_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "natural_ends", b"natural_ends", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "treated", b"treated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "alike_stops", b"alike_stops", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "kinds", b"kinds", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "not_measured", b"not_measured", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "alike_stops", b"alike_stops", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "kinds", b"kinds", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "not_measured", b"not_measured", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "treated", b"treated", "unjudged", b"unjudged", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drift_evidence_ratio: _TypeAlias = _typing.Literal["drift_evidence_ratio"]  # noqa: Y015
     _WhichOneofArgType__drift_evidence_ratio: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio"]  # noqa: Y015

@@ -69,14 +69,15 @@ async def test_savings_show_both_distributions_of_eat(control: Control) -> None:
 async def test_savings_say_what_is_not_known(control: Control) -> None:
     result = await control("savings")
     assert result.stdout.startswith("no request counts: nothing in force shortens thinking")
-    few = compared(unjudged=7, judged=3, judged_stops=0)
+    few = compared(unjudged=7, judged=3, judged_stops=0, waiting_requests=12)
     few.ClearField("saved_tokens")
     control.fleet.savings = fleet_pb2.GetSavingsResponse(
         savings=[few], withdrawn_revision=9, withdrawn_reason="it did harm"
     )
     text = (await control("savings")).stdout
     assert text.startswith("revision 9 withdrew what did harm: it did harm\n")
-    assert "saved: not known yet, because an arm has too few requests" in text
+    assert "saved: not known yet, because an arm has too few requests\n" in text
+    assert "not counted yet: 12 requests, because some that began before them still run\n" in text
     why = "no probe came where thinking would have ended (0 of 3 requests, 7 not judged for want of a probe)"
     assert f"harm: not measured: {why}" in text
 
