@@ -50,6 +50,8 @@ from meridian_control.offline.trace_file import FileError
 
 # More than the control plane waits for its database, so that the answer names a database that hangs.
 CALL_TIMEOUT_S = 15.0
+# Seconds that a call of a command that waits may take, however soon the command is to end.
+LEAST_CALL_S = 1.0
 # Seconds for which a command that waits goes on while the control plane cannot be reached, because servers close
 # streams and restart, and seconds between two tries.
 RECONNECT_S, RETRY_S = 30.0, 0.5
@@ -283,14 +285,14 @@ def unreachable_lines(replicas: Iterable[str]) -> list[str]:
     return [f"replicas that did not answer, so that their data is missing: {names}"] if names else []
 
 
-def pages(call: Any, request: Any, limit: int = MAX_PAGE_SIZE) -> Iterator[Any]:
+def pages(call: Any, request: Any, limit: int = MAX_PAGE_SIZE, timeout_s: float = CALL_TIMEOUT_S) -> Iterator[Any]:
     """Yield the pages of a list method, as large as possible: of most lists the server looks at all for each page.
 
-    limit: number of entries that are wanted.
+    limit: number of entries that are wanted. timeout_s: seconds that each page may take.
     """
     request.page_size = min(limit, MAX_PAGE_SIZE)
     while True:
-        page = call(request, timeout=CALL_TIMEOUT_S)
+        page = call(request, timeout=timeout_s)
         yield page
         if not page.next_page_token:
             return
@@ -359,13 +361,22 @@ def ended_by_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
             signal.signal(number, former)
 
 
-def patient(ask: Callable[[], T], most_s: float = math.inf) -> T:
+def call_timeout_s(left_s: float) -> float:
+    """Return the seconds that a call may take if the command is to end in `left_s` seconds."""
+    return min(CALL_TIMEOUT_S, max(LEAST_CALL_S, left_s))
+
+
+def patient(ask: Callable[[float], T], most_s: float = math.inf) -> T:
     """Return an answer for a command that waits. While the control plane cannot be reached, ask again for RECONNECT_S,
-    or for `most_s` if that is less. Raises grpc.RpcError."""
-    deadline = time.monotonic() + min(most_s, RECONNECT_S)
+    or for `most_s` if that is less. Raises grpc.RpcError.
+
+    ask: takes the seconds that the call may take.
+    """
+    began = time.monotonic()
+    deadline = began + min(most_s, RECONNECT_S)
     while True:
         try:
-            return ask()
+            return ask(call_timeout_s(began + most_s - time.monotonic()))
         except grpc.RpcError as error:
             if _EXIT_CODES.get(error.code()) != UNREACHABLE or time.monotonic() >= deadline:
                 raise

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from meridian.v1 import fleet_pb2
 
-from meridian_control.cli.console import FAILED, Client, fail, pages, unreachable_lines
+from meridian_control.cli.console import CALL_TIMEOUT_S, FAILED, Client, fail, pages, unreachable_lines
 
 # Number of engines that an error names at most.
 MAX_NAMED = 20
@@ -89,8 +89,8 @@ def same_names(engines: Iterable[fleet_pb2.Engine]) -> list[str]:
     return sorted(name for name, count in names.items() if count > 1)
 
 
-def all_engines(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
+def all_engines(client: Client, timeout_s: float = CALL_TIMEOUT_S) -> tuple[list[fleet_pb2.Engine], list[str]]:
     """Return the engines of all replicas, and the ids of the replicas that did not answer."""
-    answers = list(pages(client.fleet.ListEngines, fleet_pb2.ListEnginesRequest()))
+    answers = list(pages(client.fleet.ListEngines, fleet_pb2.ListEnginesRequest(), timeout_s=timeout_s))
     unreachable = [name for page in answers for name in page.unreachable_replicas]
     return [engine for page in answers for engine in page.engines], unreachable

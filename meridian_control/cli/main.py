@@ -33,6 +33,7 @@ from meridian_control.cli.console import (
     Target,
     WatchOption,
     add,
+    call_timeout_s,
     connect,
     console,
     fail,
@@ -303,7 +304,7 @@ def wait(
     deadline = time.monotonic() + timeout
     with connect(context) as client:
         # The call fails if the revision was never stored, so that no engine could apply it.
-        wanted = current(client, revision or 0).revision
+        wanted = current(client, revision or 0, call_timeout_s(timeout)).revision
         while True:
             listed, unreachable = patient(partial(all_engines, client), deadline - time.monotonic())
             live, missing = connected(listed), expected.missing(listed, unreachable)

@@ -277,9 +277,9 @@ def policy_explain(
         show_value([{"revision": answer.revision, **plain(row)} for row in answer.values], output)
 
 
-def current(client: Client, revision: int = 0) -> policy_pb2.PolicyRevision:
+def current(client: Client, revision: int = 0, timeout_s: float = CALL_TIMEOUT_S) -> policy_pb2.PolicyRevision:
     """Return a stored policy revision, or for 0 the revision in force."""
-    return client.policy.GetPolicy(policy_pb2.GetPolicyRequest(revision=revision), timeout=CALL_TIMEOUT_S).revision
+    return client.policy.GetPolicy(policy_pb2.GetPolicyRequest(revision=revision), timeout=timeout_s).revision
 
 
 def _readable(message: policy_pb2.Policy) -> schema.Policy:

@@ -181,9 +181,9 @@ _steering(
 )
 
 
-def _rollout(client: Client, rollout_id: int) -> rollout_pb2.Rollout:
+def _rollout(client: Client, rollout_id: int, timeout_s: float = CALL_TIMEOUT_S) -> rollout_pb2.Rollout:
     request = rollout_pb2.GetRolloutRequest(rollout_id=rollout_id)
-    return client.rollout.GetRollout(request, timeout=CALL_TIMEOUT_S).rollout
+    return client.rollout.GetRollout(request, timeout=timeout_s).rollout
 
 
 # ------------------------------------------------------------------------------------------------------------ output

@@ -37,6 +37,8 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         self.requests: list[fleet_pb2.LiveRequest] = []
         self.unreachable: list[str] = []
         self.page_sizes: set[int] = set()
+        # Seconds that each list of engines may take.
+        self.time_limits_s: list[float] = []
         self.savings = fleet_pb2.GetSavingsResponse()
         self.budgets = fleet_pb2.ListBudgetsResponse()
         self.self_calibrations = fleet_pb2.ListSelfCalibrationsResponse()
@@ -54,6 +56,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer):
         return entries[index : index + 1], str(index + 1) if index + 1 < len(entries) else ""
 
     async def ListEngines(self, request: fleet_pb2.ListEnginesRequest, context: Any) -> fleet_pb2.ListEnginesResponse:  # noqa: N802
+        self.time_limits_s.append(context.time_remaining())
         page, token = self._page(self.engines, request)
         return fleet_pb2.ListEnginesResponse(engines=page, next_page_token=token, unreachable_replicas=self.unreachable)
 

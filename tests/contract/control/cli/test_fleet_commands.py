@@ -229,6 +229,18 @@ async def test_wait_for_engines_that_lag_or_come_back(control: Control, file: Pa
     assert (result.exit_code, result.stdout) == (OK, "revision 1 is applied on all 3 connected engines\n")
 
 
+@pytest.mark.parametrize(("command", "most_s"), [("wait --timeout 3", 3), ("wait --timeout 0", 1), ("engines", 15)])
+async def test_no_call_takes_longer_than_the_command_may(
+    control: Control, file: Path, command: str, most_s: float
+) -> None:
+    await control("policy", "apply", "-f", file)
+    control.fleet.engines = [engine("a", 1)]
+    assert (await control(*command.split())).exit_code == OK
+    (limit_s,) = control.fleet.time_limits_s
+    # Deadlines are rounded.
+    assert limit_s < most_s + 0.5
+
+
 async def test_wait_knows_the_revisions_that_are_stored(control: Control, file: Path) -> None:
     await control("policy", "apply", "-f", file)
     result = await control("wait", "--revision", 2)
