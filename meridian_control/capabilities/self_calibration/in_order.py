@@ -50,9 +50,9 @@ class InOrder:
 
     def __init__(self, found: Callable[[str, Episode | LeftOut], None], clock: Callable[[], datetime]) -> None:
         self._found, self._clock = found, clock
-        # By traffic, its requests in order of beginning; and those that run, by owner and slot.
+        # By traffic, its requests in order of beginning; and by owner those that run, by slot.
         self._begun: dict[str, deque[_Begun]] = {}
-        self._running: dict[tuple[object, int], _Begun] = {}
+        self._running: dict[object, dict[int, _Begun]] = {}
         # Number of requests in `_begun`, and bytes of the largest episode so far.
         self._count = self._largest = 0
 
@@ -61,13 +61,14 @@ class InOrder:
         self._let_through(traffic)
         begun = self._begun.setdefault(traffic, deque())
         if len(begun) < MAX_BEGUN and (self._count + 1) * self._largest <= MAX_BYTES:
-            self._running[owner, slot] = request = _Begun(owner, slot, traffic, self._clock())
+            request = _Begun(owner, slot, traffic, self._clock())
+            self._running.setdefault(owner, {})[slot] = request
             begun.append(request)
             self._count += 1
 
     def end(self, owner: object, slot: int, traffic: str, result: Episode | LeftOut | None) -> None:
         """Take in what came of a request that ends, None if nothing did. Without `begin` it is not recorded."""
-        if (request := self._running.pop((owner, slot), None)) is None:
+        if (request := self._running.get(owner, {}).pop(slot, None)) is None:
             return
         request.is_over = True
         if isinstance(result, LeftOut):
@@ -80,15 +81,18 @@ class InOrder:
     def forget(self, owner: object, goes_on: Callable[[int], bool]) -> None:
         """Drop the requests of an owner that are not recorded any more, and all that began after the first of them,
         because those that have ended are the short ones. goes_on: whether a running request, by its slot, goes on."""
-        for traffic, begun in [*self._begun.items()]:
+        running = self._running.get(owner, {})
+        for traffic in {request.traffic for slot, request in running.items() if not goes_on(slot)}:
             is_broken = False
-            for request in begun:
+            for request in self._begun[traffic]:
                 if request.owner is owner:
                     is_broken |= not (request.is_over or goes_on(request.slot))
                     if is_broken:
                         request.is_over, request.found = True, None
-                        self._running.pop((owner, request.slot), None)
+                        running.pop(request.slot, None)
             self._let_through(traffic)
+        if not running:
+            self._running.pop(owner, None)
 
     def _let_through(self, traffic: str) -> None:
         """Pass on the episodes that need not wait any more."""
@@ -97,7 +101,7 @@ class InOrder:
             request = begun.popleft()
             self._count -= 1
             if not request.is_over:
-                del self._running[request.owner, request.slot]
+                del self._running[request.owner][request.slot]
             elif request.found is not None:
                 self._found(*request.found)
         if not begun:
