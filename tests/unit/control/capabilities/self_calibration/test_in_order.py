@@ -93,18 +93,27 @@ def test_a_request_that_did_not_begin_here_is_not_recorded(book: Book) -> None:
 def test_with_a_running_request_go_those_that_began_after_it_and_have_ended(book: Book) -> None:
     """They are the short ones of their time. Those of other streams, and those that began earlier, stay."""
     book.begin(9, owner=B)
-    book.begin(0, 1, 2, 3)
+    book.begin(4, 0, 1, 2, 3)
     book.begin(8, owner=B)
     book.end(0, 2)
     book.end(8, owner=B)
     book.in_order.forget(A, lambda slot: slot != 1)
-    book.end(9, owner=B)
-    assert book.through == ["9", "0", "8"]
     book.end(1, 3)
-    assert book.through == ["9", "0", "8"]
+    book.end(9, owner=B)
+    assert book.through == ["9"]
+    book.end(4)
+    assert book.through == ["9", "4", "0", "8"]
     book.begin(1)
     book.end(1)
-    assert book.through == ["9", "0", "8", "1"]
+    assert book.through == ["9", "4", "0", "8", "1"]
+
+
+def test_those_of_others_need_not_wait_for_a_request_that_goes(book: Book) -> None:
+    book.begin(0)
+    book.begin(1, owner=B)
+    book.end(1, owner=B)
+    book.in_order.forget(A, lambda slot: False)
+    assert book.through == ["1"]
 
 
 def test_nothing_goes_while_all_go_on(book: Book) -> None:
