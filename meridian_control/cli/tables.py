@@ -201,7 +201,8 @@ def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
     """Yield what follows from a comparison: the saving, the shadow's own estimate, and the harm."""
     yield f"saved: {saved_text(row)}"
     if row.waiting_requests:
-        yield f"not counted yet: {row.waiting_requests} requests, because some that began before them still run"
+        waiting = f"{row.waiting_requests} request{'s' * (row.waiting_requests != 1)}"
+        yield f"not counted yet: {waiting}, because others that began earlier still run"
     if row.control.think_tokens:
         yield f"shadow's own estimate: {percent(row.shadow_saved_tokens / row.control.think_tokens)} of the thinking"
     yield f"harm: {whole_harm_text(row)}"

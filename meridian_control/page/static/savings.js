@@ -37,8 +37,12 @@ function card(s, at) {
       share(c.aborts, c.requests), share(c.lengths, c.requests)];
   });
   const told = [["Saved", saved(s)], ["Harm", s.harm], ["Drift", s.drift]];
+  const waiting = Number(s.waiting_requests || 0);
+  const waits = `${number.format(waiting)} ${waiting === 1 ? "request" : "requests"}, because others that began earlier still run`;
+  if (waiting) told.push(["Not counted yet", waits]);
   const lines = told.map(([name, text]) => element("div", "", element("dt", "", name), element("dd", "", text)));
-  if (lines.some((line, i) => !facts.children[i] || !facts.children[i].isEqualNode(line))) facts.replaceChildren(...lines);
+  const shown = [...facts.children];
+  if (shown.length !== lines.length || lines.some((line, i) => !shown[i].isEqualNode(line))) facts.replaceChildren(...lines);
 }
 
 function followed(ends) {

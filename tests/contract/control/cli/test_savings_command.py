@@ -77,7 +77,7 @@ async def test_savings_say_what_is_not_known(control: Control) -> None:
     text = (await control("savings")).stdout
     assert text.startswith("revision 9 withdrew what did harm: it did harm\n")
     assert "saved: not known yet, because an arm has too few requests\n" in text
-    assert "not counted yet: 12 requests, because some that began before them still run\n" in text
+    assert "not counted yet: 12 requests, because others that began earlier still run\n" in text
     why = "no probe came where thinking would have ended (0 of 3 requests, 7 not judged for want of a probe)"
     assert f"harm: not measured: {why}" in text
 

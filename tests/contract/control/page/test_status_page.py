@@ -389,6 +389,21 @@ async def test_rows_with_one_key_leave_none_behind(browser: Browser, tmp_path: P
         assert not complaints
 
 
+async def test_savings_say_how_many_requests_do_not_count_yet(browser: Browser, tmp_path: Path) -> None:
+    async with browsing(browser) as (page, complaints), served(tmp_path) as (control, address):
+        stored = await control.set_policy(policy(entropy={"shadow": False}))
+        experiment = control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
+        running, ended = (experiment.cohorts.join(control.fleet.clock()) for _ in range(2))
+        ended.counts.control.requests += 1
+        experiment.cohorts.leave(ended)
+        await page.goto(f"{address}/#policy")
+        told = page.locator("#savings dd", has_text="1 request, because others that began earlier still run")
+        await told.wait_for()
+        experiment.cohorts.leave(running)
+        await told.wait_for(state="detached")
+        assert not complaints
+
+
 async def test_a_point_has_the_time_of_its_counts(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are counts by time, and a capability may wait for a replica that does not answer."""
     begin = now = utc_now()
