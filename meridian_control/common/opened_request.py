@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from sys import intern
-
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import REASONS
@@ -22,6 +20,9 @@ OPENED_BYTES = 512
 # The id and the number of prompt tokens tell the requests of an engine's process apart: all inputs of a streaming
 # session have one id, and each has the input before it in its prompt.
 Identity = tuple[str, int]
+# Most texts of which equal ones are one object, because clients choose them; and those texts.
+MAX_SHARED = 4096
+_shared: dict[str, str] = {}
 
 
 def is_under_way(opened: agent_pb2.RequestOpened | OpenedRequest) -> bool:
@@ -77,8 +78,8 @@ class OpenedRequest:
             request_id, model, tenant, slo_class, effort, traceparent, ref, refused = kept
             size = sum(len(text.encode()) for text in kept)
         self.request_id, self.traceparent, self.handed_over_ref = request_id, traceparent, ref
-        self.model, self.tenant = intern(model), intern(tenant)
-        self.slo_class, self.effort, self.refused_slo_class = intern(slo_class), intern(effort), intern(refused)
+        self.model, self.tenant = _one(model), _one(tenant)
+        self.slo_class, self.effort, self.refused_slo_class = _one(slo_class), _one(effort), _one(refused)
         self.max_tokens, self.phase, self.remote_decode = message.max_tokens, message.phase, message.remote_decode
         self.unreported_think_tokens = message.unreported_think_tokens
         self.min_think_tokens, self.unmeasured = message.min_think_tokens, message.unmeasured
@@ -100,6 +101,17 @@ class OpenedRequest:
 
 
 TEXTS = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent", "handed_over_ref", "refused_slo_class")
+
+
+def _one(text: str) -> str:
+    """Return the one object for texts equal to this one. `sys.intern` does the same, but early releases of Python 3.12
+    never free its texts (https://github.com/python/cpython/issues/113993)."""
+    if (known := _shared.get(text)) is not None:
+        return known
+    if len(_shared) >= MAX_SHARED:
+        _shared.clear()
+    _shared[text] = text
+    return text
 
 
 def _bounded(name: str, text: str) -> str:

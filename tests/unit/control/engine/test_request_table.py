@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core import phases
+from meridian_control.common import opened_request
 from meridian_control.common.errors import BadReport
-from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT, MAX_TEXT_BYTES
+from meridian_control.common.opened_request import MAX_SHARED, MAX_SLOTS, MAX_TEXT, MAX_TEXT_BYTES
 from meridian_control.common.table_columns import COLUMNS, HISTORIES, UNTOLD
 from meridian_control.engine import token_rows as rows
 from meridian_control.engine.request_table import OUTPUT, PROMPT, THINK, RequestTable
@@ -49,6 +51,18 @@ def test_a_text_is_kept_up_to_a_number_of_bytes(text: str, kept: int) -> None:
     assert made.text_bytes - before == request.held_bytes >= len(request.tenant.encode())
     made.close(0)
     assert made.text_bytes == before
+
+
+def test_requests_share_texts_of_which_python_keeps_none() -> None:
+    """Clients choose these texts, and early releases of Python 3.12 never free a text that is interned."""
+    made, names = RequestTable(4), ("model", "tenant", "slo_class", "effort", "refused_slo_class")
+    for number in range(2 * MAX_SHARED):
+        texts = dict.fromkeys(names, f"chosen by client {number}")
+        first, second = (made.open(opened(slot, **texts)) for slot in (0, 1))
+        for name in names:
+            assert getattr(first, name) is getattr(second, name)
+    assert sys.intern(f"chosen by client {number}") is not first.tenant
+    assert len(opened_request._shared) <= MAX_SHARED
 
 
 def test_requests_join_their_first_step() -> None:
