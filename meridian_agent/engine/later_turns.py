@@ -18,6 +18,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.meridian")
 
-# Most settings of the template that are rendered, since clients may write them; those of all later ones are not known.
-MAX_SETTINGS = 64
+# Most settings of the template that are known, since clients may write them. Others stay unknown until one of these has
+# been in no request for UNUSED_S seconds: settings may name the day, and an engine runs for months.
+MAX_SETTINGS, UNUSED_S = 64, 600.0
 # Most kinds of requests whose blocks are kept from experience; with one more, all requests' blocks are.
 MAX_KINDS = 16
 # Requests whose blocks were given up last, each with its first such block.
@@ -48,15 +50,21 @@ class Kind(NamedTuple):
 
 class LaterTurns:
     """What is known of the later turns of one engine's requests. read: finds out how the model's own template treats
-    thinking under some settings. note_changed: called when `note` has changed."""
+    thinking under some settings. note_changed: called when `note` has changed. clock: returns monotonic seconds."""
 
-    def __init__(self, read: Callable[[str], Template], note_changed: Callable[[], None]) -> None:
-        self._read, self._note_changed = read, note_changed
+    def __init__(
+        self,
+        read: Callable[[str], Template],
+        note_changed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read, self._note_changed, self._clock = read, note_changed, clock
         # Whether the model has a chat template of its own.
         self.has_template = False
-        # By the template's settings as JSON text; and the settings that wait to be rendered, or are.
+        # By the template's settings as JSON text; and the settings that wait to be rendered, or are, each with the time
+        # of its newest request, oldest first.
         self._templates: dict[str, Template] = {}
-        self._asked = set[str]()
+        self._asked: dict[str, float] = {}
         self._waiting = queue.SimpleQueue[str]()
         self._thread: threading.Thread | None = None
         # The first given-up block of each of the newest requests, oldest first, by its hash.
@@ -77,21 +85,34 @@ class LaterTurns:
         """Render the template anew, because other thinking markers are in force."""
         known = list(self._templates) or ["{}"]
         self._templates = {settings: self._read(settings) for settings in known}
-        self._asked = set(known)
+        self._asked = dict.fromkeys(known, self._clock())
 
     def arrived(self, info: RequestInfo, block_hashes: Sequence[Any]) -> None:
         """Look at a request that was added to the engine: render its template, and learn from its prompt. block_hashes:
         hashes of the prompt's full blocks."""
-        settings = info.chat_template
-        if settings and settings not in self._asked and len(self._asked) < MAX_SETTINGS:
-            self._asked.add(settings)
-            self._waiting.put(settings)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._read_waiting, name="meridian-template", daemon=True)
-                self._thread.start()
+        if info.chat_template:
+            self._ask(info.chat_template)
         # A relay may bring thinking back that another engine was to answer.
         if self._given_up and not info.handed_over_ref and not self._given_up.keys().isdisjoint(block_hashes):
             self._learn(next(self._given_up[known] for known in block_hashes if known in self._given_up), info)
+
+    def _ask(self, settings: str) -> None:
+        """Let settings be rendered that are not known, if there is room for them."""
+        now_s = self._clock()
+        if self._asked.pop(settings, None) is not None:
+            self._asked[settings] = now_s
+            return
+        if len(self._asked) >= MAX_SETTINGS:
+            oldest = next(iter(self._asked))
+            if now_s - self._asked[oldest] < UNUSED_S:
+                return
+            del self._asked[oldest]
+            self._templates.pop(oldest, None)
+        self._asked[settings] = now_s
+        self._waiting.put(settings)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._read_waiting, name="meridian-template", daemon=True)
+            self._thread.start()
 
     def _learn(self, kind: Kind, info: RequestInfo) -> None:
         if kind in self._repeating or len(self._repeating) > MAX_KINDS:
@@ -106,7 +127,9 @@ class LaterTurns:
             # A template may raise anything; its settings stay unknown then.
             with contextlib.suppress(Exception):
                 settings = self._waiting.get()
-                self._templates[settings] = self._read(settings)
+                template = self._read(settings)
+                if settings in self._asked:
+                    self._templates[settings] = template
 
     def refusal(self, live: LiveRequest, output: Any, *, structured: bool = False) -> str:
         """Return why the blocks of a finished request are kept; empty if no later turn repeats its thinking, as far as

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 
 from meridian_agent.core.request_info import MAX_TEMPLATE, TEMPLATE, UNKNOWN_TEMPLATE, template_settings
-from meridian_agent.engine.later_turns import MAX_GIVEN_UP, MAX_KINDS, MAX_SETTINGS, LaterTurns
+from meridian_agent.engine.later_turns import MAX_GIVEN_UP, MAX_KINDS, MAX_SETTINGS, UNUSED_S, LaterTurns
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.fakes.engine import FakeEngine
+from tests.fakes.linked import until
 
 TOOL_CALL = 9
 TEMPLATES = {"{}": Template(True, TOOL_CALL), '{"keep": true}': Template()}
@@ -23,7 +25,8 @@ class Told:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.read = threading.Event()
-        self.turns = LaterTurns(self._read, lambda: self.notes.append(self.turns.note))
+        self.now_s = 0.0
+        self.turns = LaterTurns(self._read, lambda: self.notes.append(self.turns.note), lambda: self.now_s)
         self.turns.read_anew()
         self._engine = FakeEngine()
 
@@ -84,6 +87,29 @@ def test_settings_of_a_request_are_rendered_once_and_not_without_end() -> None:
     last = f'{{"n": {MAX_SETTINGS * 2 - 1}}}'
     assert "not known yet" in told.turns.refusal(told.live("z", last), [])
     assert len(told.turns._asked) == MAX_SETTINGS
+
+
+def test_settings_that_come_later_are_known_once_others_are_out_of_use() -> None:
+    """An engine runs for months, and settings may name the day."""
+    told = Told()
+    used = '{"n": 0}'
+    for i in range(MAX_SETTINGS * 2):
+        told.turns.arrived(told.live(f"r{i}", f'{{"n": {i}}}').info, [])
+        told.turns.arrived(told.live(f"s{i}", used).info, [])
+    told.now_s += UNUSED_S - 1
+    told.turns.arrived(told.live("t", used).info, [])
+    for i in range(MAX_SETTINGS):
+        told.turns.arrived(told.live(f"u{i}", f'{{"early": {i}}}').info, [])
+    told.now_s += 1
+    for i in range(MAX_SETTINGS * 2):
+        told.turns.arrived(told.live(f"v{i}", f'{{"day": {i}}}').info, [])
+    known = {f'{{"day": {i}}}' for i in range(MAX_SETTINGS - 1)} | {used}
+    assert told.turns._asked.keys() == known
+    asyncio.run(until(lambda: told.turns._templates.keys() == known))
+    assert told.turns.refusal(told.live("w", '{"day": 0}'), [1]) == ""
+    assert "not known yet" in told.turns.refusal(told.live("x", "{}"), [1])
+    told.turns.read_anew()
+    assert told.turns._templates.keys() == told.turns._asked.keys() == known
 
 
 def test_a_prompt_that_comes_back_keeps_the_blocks_of_such_requests_only() -> None:
