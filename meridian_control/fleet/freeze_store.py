@@ -1,7 +1,8 @@
 """Stores freezes in the database: which engines run as stock vLLM, and until when.
 
-The store owns the ids of freezes. A stored freeze never changes, except that a thaw moves its end to the past. The
-module does not know how an engine is frozen. All code runs on the control plane's event loop and never blocks it.
+The store owns the ids of freezes. A stored freeze never changes, except that a thaw moves its end to the past. Replicas
+share the times of the database's server, because their own clocks may drift apart for as long as they run. The module
+does not know how an engine is frozen. All code runs on the control plane's event loop and never blocks it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Row, func, insert, select, update
+from sqlalchemy import Row, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from meridian_control.common.errors import NotFound, StoreUnavailable
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
 
 # End time of a freeze that was thawed: no clock is before it, also if clocks differ or are set back.
 THAWED = datetime.fromtimestamp(0, UTC)
+# Largest difference between the clocks of a process and of its database's server that is left alone, because a slow
+# answer of the database makes one.
+MOST_APART = timedelta(seconds=5)
 
 
 class FreezeStore:
     """The freezes in a database.
 
     `clock` gives aware time, and is not set back while the process runs. `on_change` is called with the freezes in
-    force after each read and each change.
+    force, whose times are of this clock, after each read and each change.
     """
 
     def __init__(
@@ -42,8 +46,9 @@ class FreezeStore:
         self._looking = asyncio.Lock()
         # The freezes that `on_change` got last.
         self._passed_on: tuple[Freeze, ...] = ()
-        # Times at which this process first read freezes that, by its clock, had not begun, by freeze id.
-        self._begun: dict[int, datetime] = {}
+        # The freezes that were read last, as they are stored, and each as it was by this process's clock when it was
+        # first read: what the clock of the database's server does afterwards neither shortens nor prolongs it.
+        self._known: dict[Freeze, Freeze] = {}
 
     async def look(self) -> tuple[Freeze, ...]:
         """Read the freezes in force, newest first, and pass them to `on_change`. Raises StoreUnavailable."""
@@ -51,11 +56,21 @@ class FreezeStore:
             return await self._read()
 
     async def _read(self) -> tuple[Freeze, ...]:
-        query, now = select(_freezes).order_by(_freezes.c.freeze_id.desc()), self._clock().astimezone(UTC)
+        ahead, now = await self._ahead(), self._clock().astimezone(UTC)
+        known = [freeze.freeze_id for freeze in self._known.values() if freeze.end_time > now]
+        begun = or_(_freezes.c.end_time > now + ahead, _freezes.c.freeze_id.in_(known))
+        query = select(_freezes).where(_freezes.c.end_time > THAWED, begun).order_by(_freezes.c.freeze_id.desc())
         async with self._database.reading() as connection:
-            rows = await connection.execute(query.where(_freezes.c.end_time > now))
-        read = [self._begun_by(_freeze(row), now) for row in rows]
-        return self._pass_on(tuple(freeze for freeze in read if freeze.end_time > now))
+            stored = map(_freeze, await connection.execute(query))
+        self._known = {each: self._known.get(each) or _begun_by(_moved(each, -ahead), now) for each in stored}
+        return self._pass_on(tuple(freeze for freeze in self._known.values() if freeze.end_time > now))
+
+    async def _ahead(self) -> timedelta:
+        """Return by how much the clock of stored times is ahead of this process's clock. Raises StoreUnavailable."""
+        if not self._database.shared:
+            return timedelta()
+        ahead = await self._database.now() - self._clock()
+        return ahead if abs(ahead) > MOST_APART else timedelta()
 
     def _pass_on(self, in_force: tuple[Freeze, ...]) -> tuple[Freeze, ...]:
         self._passed_on = in_force
@@ -72,31 +87,22 @@ class FreezeStore:
                 others = [freeze for freeze in self._passed_on if freeze.freeze_id not in changed]
                 self._pass_on((*begun, *others))
 
-    def _begun_by(self, freeze: Freeze, now: datetime) -> Freeze:
-        """Return a freeze that lasts no longer from now on than its own duration.
-
-        The clock of the process that stored the freeze may have been ahead: it was set back before this process
-        started, or belongs to another machine. Such a freeze begins when this process first reads it.
-        """
-        if freeze.create_time <= now and freeze.freeze_id not in self._begun:
-            return freeze
-        begun = self._begun.setdefault(freeze.freeze_id, now)
-        return replace(freeze, create_time=begun, end_time=begun + (freeze.end_time - freeze.create_time))
-
     async def add_freeze(self, match: Match, end_time: datetime, author: str, reason: str) -> Freeze:
         """Begin a freeze; on return the freeze is on disk and `on_change` has it. Raises StoreUnavailable."""
         while True:
-            now = self._clock()
+            ahead, now = await self._ahead(), self._clock()
             async with self._database.reading() as connection:
                 newest = await connection.scalar(select(func.max(_freezes.c.freeze_id))) or 0
             freeze = Freeze(newest + 1, match, author, reason, now.astimezone(UTC), end_time.astimezone(UTC))
-            row = {column.name: getattr(freeze, column.name, None) for column in _freezes.columns}
+            stored = _moved(freeze, ahead)
+            row = {column.name: getattr(stored, column.name, None) for column in _freezes.columns}
             try:
                 async with self._database.writing() as connection:
                     await connection.execute(insert(_freezes).values(row | {"engines": json.dumps(vars(match))}))
             except IntegrityError:
                 # Another caller took the id.
                 continue
+            self._known[stored] = freeze
             await self._take_up([freeze.freeze_id], (freeze,))
             return freeze
 
@@ -122,3 +128,13 @@ def _freeze(row: Row[Any]) -> Freeze:
     labels = tuple((name, value) for name, value in engines["engine_labels"])
     match = Match(tuple(engines["engine_ids"]), engines["model"], labels)
     return Freeze(row.freeze_id, match, row.author, row.reason, utc(row.create_time), utc(row.end_time))
+
+
+def _moved(freeze: Freeze, by: timedelta) -> Freeze:
+    return replace(freeze, create_time=freeze.create_time + by, end_time=freeze.end_time + by)
+
+
+def _begun_by(freeze: Freeze, now: datetime) -> Freeze:
+    """Return a freeze that this process reads for the first time, and that lasts no longer from now on than its own
+    duration: the clock by which it was stored may have been set back since."""
+    return _moved(freeze, min(timedelta(), now - freeze.create_time))

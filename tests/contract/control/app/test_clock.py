@@ -125,3 +125,43 @@ async def test_replicas_take_the_time_from_their_database(postgres: Postgres, ap
                 (freeze,) = replica.whole.fleet.freezes.in_force
                 left = freeze.remaining(replica.whole.fleet.clock())
                 assert timedelta() < left <= timedelta(seconds=600)
+
+
+@pytest.mark.parametrize("apart", [timedelta(minutes=-15), timedelta(minutes=15)], ids=str)
+async def test_replicas_agree_on_freezes_though_the_clock_of_one_has_drifted(
+    postgres: Postgres, apart: timedelta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine of a replica stood still for a quarter of an hour, or the database's clock was set back by that
+    after the replica had started. A freeze through either replica is in force on both, and for no longer than it was
+    asked for, also once the database's clock is set forward."""
+    address = await asyncio.to_thread(postgres.database)
+    async with served(address) as (drifted, target), served(address) as (other, other_target):
+        assert isinstance(drifted.whole.fleet.clock, assembly.SteadyClock)
+        drifted.whole.fleet.clock._began += apart
+        replicas = drifted, other
+
+        async def in_force() -> list[list[int]]:
+            """Return the ids of the freezes that are in force on each replica."""
+            for replica in replicas:
+                await replica.freezes.look()
+            fleets = [replica.whole.fleet for replica in replicas]
+            left = [freeze.remaining(fleet.clock()) for fleet in fleets for freeze in fleet.freezes.in_force]
+            assert all(timedelta() < each <= timedelta(seconds=600) for each in left)
+            return [[freeze.freeze_id for freeze in fleet.freezes.in_force] for fleet in fleets]
+
+        for asked, ids in ((target, [1]), (other_target, [2, 1])):
+            async with calling(asked) as clients:
+                await clients.freeze.Freeze(order())
+            assert await in_force() == [ids, ids]
+        server_now = database.Database.now
+
+        async def set_forward(shared: database.Database) -> datetime:
+            return await server_now(shared) + timedelta(hours=1)
+
+        monkeypatch.setattr(database.Database, "now", set_forward)
+        assert await in_force() == [[2, 1], [2, 1]]
+        async with calling(target) as clients:
+            await clients.freeze.Freeze(order())
+            assert await in_force() == [[3, 2, 1], [3, 2, 1]]
+            await clients.freeze.Thaw(freeze_pb2.ThawRequest())
+        assert await in_force() == [[], []]

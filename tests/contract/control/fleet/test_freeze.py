@@ -66,12 +66,16 @@ def test_matches(match: Match, matches: bool) -> None:
 
 
 class Stored:
-    """A freeze store whose clock the test sets."""
+    """A freeze store whose clock the test sets; that of the database's server stands still."""
 
     def __init__(self, database: Database) -> None:
         self.now = NOW
+        database.now = self._server_now  # type: ignore[method-assign]
         self.told: list[tuple[Freeze, ...]] = []
         self.store = FreezeStore(database, lambda: self.now, self.told.append)
+
+    async def _server_now(self) -> datetime:
+        return NOW
 
 
 @asynccontextmanager
