@@ -30,9 +30,9 @@ PATIENCE = timedelta(hours=1)
 
 @dataclass(slots=True, eq=False)
 class _Begun:
-    """A recorded request that runs, or whose episode waits. owner, slot: who records it, and its slot there. traffic:
-    at its beginning. found: what waits, as `InOrder` passes it on. is_over: whether it has ended, with or without an
-    episode."""
+    """A recorded request that runs, or whose episode waits. owner, slot: a mark of who records it, and its slot there.
+    traffic: at its beginning. found: what waits, as `InOrder` passes it on. is_over: whether it has ended, with or
+    without an episode."""
 
     owner: object
     slot: int

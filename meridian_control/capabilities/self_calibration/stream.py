@@ -37,6 +37,8 @@ class Recorder(Part):
 
     def __init__(self, stream: Stream, in_order: InOrder) -> None:
         self._stream, self._table, self._in_order = stream, stream.table, in_order
+        # The stream's mark in `in_order`, which may keep it for long after the stream has ended.
+        self._mark = object()
         self._samples: dict[int, list[Sample]] = {}
         # Slots of the requests that have begun since the last look for those to record.
         self._opened: list[int] = []
@@ -51,7 +53,7 @@ class Recorder(Part):
             self._samples.clear()
 
     def policy_changed(self, now: object) -> None:
-        self._in_order.forget(self, lambda slot: self._is_asked and self._is_meant(slot))
+        self._in_order.forget(self._mark, lambda slot: self._is_asked and self._is_meant(slot))
 
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
         self._samples.clear()
@@ -72,12 +74,12 @@ class Recorder(Part):
         for slot in self._opened if self._is_asked else ():
             opened = self._table.info[slot]
             if opened is not None and self._is_meant(slot):
-                self._in_order.begin(self, slot, self._stream.policies.who(opened).traffic)
+                self._in_order.begin(self._mark, slot, self._stream.policies.who(opened).traffic)
         self._opened.clear()
 
     def _forget(self) -> None:
         self._opened.clear()
-        self._in_order.forget(self, lambda slot: False)
+        self._in_order.forget(self._mark, lambda slot: False)
 
     def probed(self, results: Sequence[ProbeResult]) -> None:
         for result in results if self._is_asked else ():
@@ -106,7 +108,7 @@ class Recorder(Part):
             has_thought = bool(self._table.think_tokens[closed.slot])
             counts = has_thought and governed and closed.reason in FINISHED and self._is_meant(closed.slot)
             result = self._result(opened, samples) if counts else None
-            self._in_order.end(self, closed.slot, self._stream.policies.who(opened).traffic, result)
+            self._in_order.end(self._mark, closed.slot, self._stream.policies.who(opened).traffic, result)
 
     def _is_meant(self, slot: int) -> bool:
         """Whether self-calibration is to record a request. A request that counts has had the same rules from its

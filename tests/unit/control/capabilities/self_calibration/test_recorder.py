@@ -3,6 +3,8 @@ engine measured it."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -116,6 +118,25 @@ def test_a_request_on_which_a_rule_in_shadow_fires_is_recorded(
     assert made.session.totals.decisions[f"force/{reason}"] == 1
     ((_, episode),) = found
     assert episode.samples[-1].think_tokens > 280
+
+
+def test_a_stream_that_has_ended_does_not_stay_in_memory_because_an_older_request_runs(
+    found: list[tuple[str, Episode]],
+) -> None:
+    older, made = stream(all_measured()), stream(all_measured())
+    older.open(CONTROL, think=300, answer=3)
+    older.step(5)
+    run(made, TREATED)
+    made.open("lives", think=300, answer=3)
+    made.step(5)
+    at_once(made.session.closing(datetime.now(UTC)))
+    table = weakref.ref(made.session.table)
+    del made
+    gc.collect()
+    assert table() is None
+    assert found == []
+    older.step(350)
+    assert [episode.name for _, episode in found] == [name_of(CONTROL), name_of(TREATED)]
 
 
 def test_of_several_choices_the_first_is_recorded(found: list[tuple[str, Episode]]) -> None:
