@@ -57,7 +57,8 @@ class InOrder:
         self._count = self._largest = 0
 
     def begin(self, owner: object, slot: int, traffic: str) -> None:
-        """Note that a request begins."""
+        """Note that a request begins. A faulty agent may not have reported the end of the one before in its slot."""
+        self.end(owner, slot, traffic, None)
         self._let_through(traffic)
         begun = self._begun.setdefault(traffic, deque())
         if len(begun) < MAX_BEGUN and (self._count + 1) * self._largest <= MAX_BYTES:

@@ -184,3 +184,13 @@ def test_where_more_run_at_once_than_an_attempt_reads_no_rule_is_proved_that_los
     assert long_share(through) == pytest.approx(LONG_SHARE, abs=0.04)
     assert "rule" in found(base, ended, goal), "the traffic does not mislead"
     assert "rule" not in found(base, through, goal)
+
+
+def test_a_faulty_agent_that_begins_a_request_in_a_taken_slot_spoils_no_other(book: Book) -> None:
+    book.begin(0)
+    book.begin(0)
+    book.now += in_order.PATIENCE + timedelta(seconds=1)
+    book.begin(0, owner=B)
+    book.end(0, owner=B)
+    assert book.through == ["0"]
+    assert (book.in_order._begun, book.in_order._running, book.in_order._count) == ({}, {}, 0)
