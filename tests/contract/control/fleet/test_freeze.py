@@ -477,8 +477,8 @@ async def test_meridianctl_says_who_has_not_confirmed(control: Control, monkeypa
     """An engine that has live requests and makes no step cannot confirm a freeze."""
     listed, is_heard = expected.all_engines, threading.Event()
 
-    def noted(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
-        found = listed(client)
+    def noted(client: Client, timeout_s: float) -> tuple[list[fleet_pb2.Engine], list[str]]:
+        found = listed(client, timeout_s)
         if any(engine.engine_id == "idle" and engine.freeze.confirmed for engine in found[0]):
             is_heard.set()
         return found
@@ -509,8 +509,8 @@ def thaw_once(
     past once `over` holds after that."""
     listed, is_thawed, is_over = expected.all_engines, threading.Event(), threading.Event()
 
-    def thawed(client: Client) -> tuple[list[fleet_pb2.Engine], list[str]]:
-        ((engine,), silent) = listed(client)
+    def thawed(client: Client, timeout_s: float) -> tuple[list[fleet_pb2.Engine], list[str]]:
+        ((engine,), silent) = listed(client, timeout_s)
         if shown(engine) and not is_thawed.is_set():
             is_thawed.set()
             client.freeze.Thaw(freeze_pb2.ThawRequest())
