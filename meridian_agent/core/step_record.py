@@ -253,9 +253,11 @@ class StepRecord:
             [column[row] for row in kept] for column in (self.slots, self.phases, self.rows, flags)
         )
         self.opened = [row for row in self.opened if row[0] in slots]
-        self.preempted, self.resumed = ([slot for slot in of if slot in slots] for of in (self.preempted, self.resumed))
-        # Requests that have ended are in no slot.
-        self.closed, self.handed_over, self.clients_gone = [], [], []
+        self.closed = [row for row in self.closed if row[0] in slots]
+        self.preempted, self.resumed, self.handed_over, self.clients_gone = (
+            [slot for slot in of if slot in slots]
+            for of in (self.preempted, self.resumed, self.handed_over, self.clients_gone)
+        )
 
     def add_row(self, slot: int, phase: int, flags: int, row: int) -> None:
         """Add the row of one generated token."""

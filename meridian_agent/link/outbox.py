@@ -187,13 +187,16 @@ class Outbox:
             self.unreported.begin_stream(record)
         self.snapshot_due, self._streaming = False, True
         rows = snapshot()
-        begun = record.begun() & {row[0] for row in rows}
+        # Some have ended in the record, too. The snapshot tells the tokens of those that have thought.
+        ended, think_tokens = {slot for slot, _ in record.closed}, record.think_tokens()
+        begun = {slot for slot in record.begun() if slot not in ended or not think_tokens[slot]}
         record.keep(begun)
+        said = [row for row in rows if row[0] not in begun]
         # A snapshot of all live requests is one that `resync` has asked for.
-        self._resyncs &= bool(begun)
+        self._resyncs &= len(said) < len(rows)
         record.outcomes = self._kept_outcomes + record.outcomes
         self._kept_outcomes = []
-        self._lay_snapshot(record.step, [row for row in rows if row[0] not in begun])
+        self._lay_snapshot(record.step, said)
 
     def _lay_snapshot(self, step: int, rows: list[tuple[Any, ...]]) -> None:
         """Queue a snapshot of the requests in these rows. step: that of the record before or after it."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tests.fakes.engine import START, TEXT
 from tests.fakes.linked import LinkedEngine, until
 
 if TYPE_CHECKING:
-    from tests.contract.streams import Scripted
+    from tests.contract.streams import Control, Scripted
 
 
 def settings(revision: int) -> dict[str, int]:
@@ -50,6 +51,24 @@ async def test_settings_decisions_and_refusals_of_the_agent_before_are_dropped(s
         link.restart()
         await engine.steps_until(lambda: scripted.kinds().count("hello") == 2)
         assert not scripted.heard("hello")[-1].refused
+
+
+async def test_requests_that_begin_and_end_in_the_first_step_of_a_stream_are_counted(control: Control) -> None:
+    """The snapshot before the step says nothing of them. One that has thought is among the ended ones of which it
+    says the tokens."""
+    with LinkedEngine([control.target]) as linked:
+        await until(lambda: linked.link.lease.connected)
+        now_s = linked.link.lease.clock()
+        for name, prompt in (("goes on", [START]), ("thinks", [START]), ("answers", [TEXT])):
+            linked.open(name, prompt=prompt, queued_s=now_s)
+            linked.engine.join(linked.engine.live[name], now_s)
+            linked.engine.feed(name, [TEXT])
+        linked.engine.finish("thinks")
+        linked.engine.finish("answers")
+        await linked.steps_until(control.names)
+        totals = await control.fleet.totals()
+        assert control.names() == ["goes on"]
+        assert (totals.requests, totals.answer_tokens) == (2, 1)
 
 
 async def test_what_arrives_on_the_stream_of_the_new_agent_is_kept(scripted: Scripted) -> None:
