@@ -38,7 +38,7 @@ class _Begun:
     slot: int
     traffic: str
     time: datetime
-    found: tuple[str, Episode] | None = None
+    found: tuple[str, Episode | LeftOut] | None = None
     is_over: bool = False
 
 
@@ -72,10 +72,9 @@ class InOrder:
         if (request := self._running.get(owner, {}).pop(slot, None)) is None:
             return
         request.is_over = True
-        if isinstance(result, LeftOut):
-            self._found(traffic, result)
-        elif result is not None:
+        if result is not None:
             request.found = traffic, result
+        if result is not None and not isinstance(result, LeftOut):
             self._largest = max(self._largest, len(result.to_json()))
         self._let_through(request.traffic)
 

@@ -72,6 +72,16 @@ def test_a_request_without_an_episode_lets_the_others_through(book: Book, result
     assert (book.through, book.left_out) == (["1"], [result] if result else [])
 
 
+def test_a_request_that_is_left_out_waits_for_its_turn_too(book: Book) -> None:
+    """Otherwise those that are left out would be most of all that are counted."""
+    book.begin(0, 1, 2)
+    book.end(1)
+    book.in_order.end(A, 2, "t", LeftOut.FAR)
+    assert (book.through, book.left_out) == ([], [])
+    book.end(0)
+    assert (book.through, book.left_out) == (["0", "1"], [LeftOut.FAR])
+
+
 def test_requests_of_all_streams_wait_for_each_other_and_traffics_do_not(book: Book) -> None:
     book.begin(0)
     book.begin(1, owner=B)
