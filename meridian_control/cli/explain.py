@@ -177,7 +177,8 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
             terminal.say(line)
     if answer.withdrawn_revision:
         terminal.say(f"revision {answer.withdrawn_revision} withdrew what did harm: {answer.withdrawn_reason}")
-    if not any(row.treated.requests or row.control.requests for row in answer.savings):
+    arms = [arm for row in answer.savings for arm in (row.treated, row.control)]
+    if not any(arm.requests or arm.waiting_requests for arm in arms):
         terminal.say(
             "no request counts: nothing in force shortens thinking, entropy.holdout_share is 0, or none has ended"
         )

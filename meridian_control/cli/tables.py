@@ -200,8 +200,8 @@ def whole_harm_text(row: fleet_pb2.Savings) -> str:
 def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
     """Yield what follows from a comparison: the saving, the shadow's own estimate, and the harm."""
     yield f"saved: {saved_text(row)}"
-    if row.waiting_requests:
-        waiting = f"{row.waiting_requests} request{'s' * (row.waiting_requests != 1)}"
+    if count := row.treated.waiting_requests + row.control.waiting_requests:
+        waiting = f"{count} request{'s' * (count != 1)}"
         yield f"not counted yet: {waiting}, because others that began earlier still run"
     if row.control.think_tokens:
         yield f"shadow's own estimate: {percent(row.shadow_saved_tokens / row.control.think_tokens)} of the thinking"

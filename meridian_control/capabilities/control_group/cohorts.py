@@ -44,9 +44,10 @@ class Cohorts:
         self._waiting: deque[Cohort] = deque()
 
     @property
-    def waiting(self) -> int:
-        """Number of closed requests that do not count yet."""
-        return sum(cohort.counts.treated.requests + cohort.counts.control.requests for cohort in self._waiting)
+    def waiting(self) -> tuple[int, int]:
+        """Numbers of closed requests that do not count yet: treated ones, and those of the control group."""
+        counts = [cohort.counts for cohort in self._waiting]
+        return sum(each.treated.requests for each in counts), sum(each.control.requests for each in counts)
 
     def join(self, now: datetime) -> Cohort:
         """Return the cohort of a request that begins now; `leave` must follow."""

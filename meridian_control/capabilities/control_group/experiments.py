@@ -42,7 +42,7 @@ UNRELATED = {"kv_memory", "telemetry", "fallback", "disagg", "engine", "budget",
 # Counts that add up: of requests of the control group by what shortening would have done to their answer, all of
 # `Savings`, of an arm, and of ends.
 VERDICTS = ("judged", "judged_stops", "harmful", "unjudged")
-COUNTS = ("alike_stops", "waiting_requests", *VERDICTS)
+COUNTS = ("alike_stops", *VERDICTS)
 ARM_COUNTS = tuple(field.name for field in fleet_pb2.ArmCounts.DESCRIPTOR.fields)
 END_COUNTS = tuple(field.name for field in fleet_pb2.EndCounts.DESCRIPTOR.fields)
 
@@ -172,7 +172,7 @@ class Experiment:
         """Return all counts."""
         told = fleet_pb2.Savings()
         told.CopyFrom(self.counts)
-        told.waiting_requests = self.cohorts.waiting
+        told.treated.waiting_requests, told.control.waiting_requests = self.cohorts.waiting
         told.kinds.extend(harm for _, harm in sorted(self.kinds.items()))
         references: dict[str, Any] = self.references
         for signal, bins in references.items():

@@ -42,7 +42,7 @@ class Comparisons(FleetPart):
         self.guard: HarmGuard | None = None
         self._replica_id = ""
         self._peers: Peers | None = None
-        # The rules, the treated requests and the time of the newest point.
+        # The rules, the closed treated requests and the time of the newest point.
         self._before = "", 0, 0.0
 
     def attach(self, beside: Beside) -> None:
@@ -123,9 +123,11 @@ class Comparisons(FleetPart):
         # The counts of a replica that does not answer would be missing here, and too many in the next point.
         if answer.unreachable_replicas:
             return point
-        self._before = row.rules, row.treated.requests, now_s
+        # Those that wait for earlier ones come into the comparison many at a time.
+        closed = row.treated.requests + row.treated.waiting_requests
+        self._before = row.rules, closed, now_s
         # A replica that has ended has taken its counts with it.
-        grows = now_s > since_s and row.treated.requests >= requests
+        grows = now_s > since_s and closed >= requests
         if row.HasField("saved_tokens") and rules == row.rules and grows:
-            point["saved_tokens_per_s"] = (row.treated.requests - requests) * row.saved_tokens.value / (now_s - since_s)
+            point["saved_tokens_per_s"] = (closed - requests) * row.saved_tokens.value / (now_s - since_s)
         return point

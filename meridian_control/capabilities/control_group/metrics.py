@@ -28,7 +28,9 @@ ENTRIES = (
     counter(
         "meridian_arm_requests_total",
         ARM,
-        "Closed requests that thought, by arm: treated, or control, whose requests nothing shortens.",
+        "Closed requests that thought, by arm: treated, or control, whose requests nothing shortens. Each "
+        "counts in this and the other `meridian_arm` counters once all that began before it have ended, or after an "
+        "hour.",
         "No `control`: nothing in force shortens thinking, or `entropy.holdout_share` is 0.",
     ),
     counter(

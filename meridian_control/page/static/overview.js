@@ -1,6 +1,7 @@
 // Shows the overview: the most important numbers, and what an operator should look at.
 
-import { $, element, number, percent, setChildren, setText, tile } from "./rows.js";
+import { $, counted, element, number, percent, setChildren, setText, tile } from "./rows.js";
+import { waiting } from "./savings.js";
 import { address } from "./views.js";
 
 const PHASES = [["prompt", "Reading the prompt"], ["think", "Thinking"], ["output", "Answering"]];
@@ -16,11 +17,16 @@ function numbers(state) {
     tile("Answering now", number.format(t.answering), "output",
       `${t.output_critical ? number.format(t.output_critical) : "none"} preempted, the target is 0`),
     tile("Thinking saved", saved ? percent(saved.value) : "not known", saved ? "" : "unknown",
-      saved ? `${percent(saved.low)} to ${percent(saved.high)}` : "the control group has too few requests"),
+      saved ? `${percent(saved.low)} to ${percent(saved.high)}` : unknown(rules)),
     tile("Harm, at most", harm ? percent(harm.high, 2) : "not known", harm ? harms : "unknown",
       harm ? `allowed ${percent(rules.max_loss, 2)}` : "no harm is measured"),
     tile("Engines frozen", number.format(t.frozen), t.frozen ? "warn" : "", t.frozen ? "they run as stock vLLM" : ""),
   ];
+}
+
+function unknown(rules) {
+  const waits = rules.treated ? waiting(rules) : 0;
+  return waits ? `${counted(waits, "closed request")} not counted yet` : "the control group has too few requests";
 }
 
 function line({ level, text, view }) {

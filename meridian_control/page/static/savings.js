@@ -1,6 +1,6 @@
 // Shows the control group: what shortening saves, and how much harm each kind of shortening does.
 
-import { $, element, fillRows, num, number, percent } from "./rows.js";
+import { $, counted, element, fillRows, num, number, percent } from "./rows.js";
 import { fold, setHead } from "./tables.js";
 
 const ARMS = [["Arm"], ["Requests", "num"], ["Thinking, mean", "num"], ["Stopped", "num"], ["Answer, mean", "num"],
@@ -9,6 +9,9 @@ const HARM = [["Shortened by"], ["Rules since", "num"], ["Judged", "num"], ["Wou
   ["Not judged", "num"], ["Harm"], ["After its ends"], ["After natural ends"]];
 const mean = (sum, count) => [+count ? (sum / count).toFixed(1) : "", "num"];
 const share = (part, whole) => [+whole ? percent(part / whole) : "", "num"];
+
+// Returns the number of closed requests that do not count yet.
+export const waiting = ({ treated, control }) => treated.waiting_requests + control.waiting_requests;
 
 function saved(s) {
   const r = s.saved_ratio;
@@ -37,9 +40,8 @@ function card(s, at) {
       share(c.aborts, c.requests), share(c.lengths, c.requests)];
   });
   const told = [["Saved", saved(s)], ["Harm", s.harm], ["Drift", s.drift]];
-  const waiting = Number(s.waiting_requests || 0);
-  const waits = `${number.format(waiting)} ${waiting === 1 ? "request" : "requests"}, because others that began earlier still run`;
-  if (waiting) told.push(["Not counted yet", waits]);
+  const waits = waiting(s);
+  if (waits) told.splice(1, 0, ["Not counted yet", `${counted(waits, "request")}, because others that began earlier still run`]);
   const lines = told.map(([name, text]) => element("div", "", element("dt", "", name), element("dd", "", text)));
   const shown = [...facts.children];
   if (shown.length !== lines.length || lines.some((line, i) => !shown[i].isEqualNode(line))) facts.replaceChildren(...lines);

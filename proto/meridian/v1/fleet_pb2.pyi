@@ -2889,7 +2889,6 @@ class Savings(_message.Message):
     KINDS_FIELD_NUMBER: _builtins.int
     NOT_MEASURED_FIELD_NUMBER: _builtins.int
     ALIKE_STOPS_FIELD_NUMBER: _builtins.int
-    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     rules: _builtins.str
     """Fingerprint of the policy's rules. Counts of the same rules add up over replicas."""
     since_revision: _builtins.int
@@ -2924,8 +2923,6 @@ class Savings(_message.Message):
     """Judged requests that shortening would have ended and whose newest trial answer is that of the request that was
     probed before. If nearly all are, answers begin alike, and no change of an answer is seen.
     """
-    waiting_requests: _builtins.int
-    """Closed requests that `treated` and `control` do not count yet, because requests that began before them still run."""
     @_builtins.property
     def treated(self) -> Global___ArmCounts:
         """Requests whose thinking the rules may end."""
@@ -3005,11 +3002,10 @@ class Savings(_message.Message):
         kinds: _abc.Iterable[Global___ShorteningHarm] | None = ...,
         not_measured: _builtins.str = ...,
         alike_stops: _builtins.int = ...,
-        waiting_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "natural_ends", b"natural_ends", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "treated", b"treated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "alike_stops", b"alike_stops", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "kinds", b"kinds", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "not_measured", b"not_measured", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "treated", b"treated", "unjudged", b"unjudged", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio", "_evidence_ratio", b"_evidence_ratio", "alike_stops", b"alike_stops", "control", b"control", "drift_evidence_ratio", b"drift_evidence_ratio", "eat_samples", b"eat_samples", "evidence_ratio", b"evidence_ratio", "forced_ends", b"forced_ends", "harm_ratio", b"harm_ratio", "harmful", b"harmful", "in_force", b"in_force", "judged", b"judged", "judged_stops", b"judged_stops", "kinds", b"kinds", "max_loss", b"max_loss", "natural_ends", b"natural_ends", "not_measured", b"not_measured", "rank_samples", b"rank_samples", "rpdi_samples", b"rpdi_samples", "rules", b"rules", "saved_ratio", b"saved_ratio", "saved_tokens", b"saved_tokens", "shadow_saved_tokens", b"shadow_saved_tokens", "since_revision", b"since_revision", "treated", b"treated", "unjudged", b"unjudged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drift_evidence_ratio: _TypeAlias = _typing.Literal["drift_evidence_ratio"]  # noqa: Y015
     _WhichOneofArgType__drift_evidence_ratio: _TypeAlias = _typing.Literal["_drift_evidence_ratio", b"_drift_evidence_ratio"]  # noqa: Y015
@@ -3211,6 +3207,7 @@ class ArmCounts(_message.Message):
     REENTRIES_FIELD_NUMBER: _builtins.int
     ABORTS_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Number of these requests."""
     think_tokens: _builtins.int
@@ -3229,6 +3226,10 @@ class ArmCounts(_message.Message):
     """Number of requests that their clients aborted."""
     lengths: _builtins.int
     """Number of requests that finished by their length, or because they repeated a pattern."""
+    waiting_requests: _builtins.int
+    """Number of closed requests that all of the above does not count yet, because requests that began before them still
+    run.
+    """
     def __init__(
         self,
         *,
@@ -3241,10 +3242,11 @@ class ArmCounts(_message.Message):
         reentries: _builtins.int = ...,
         aborts: _builtins.int = ...,
         lengths: _builtins.int = ...,
+        waiting_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "answer_tokens", b"answer_tokens", "answers", b"answers", "lengths", b"lengths", "reentries", b"reentries", "requests", b"requests", "stopped", b"stopped", "think_tokens", b"think_tokens", "think_tokens_squares", b"think_tokens_squares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "answer_tokens", b"answer_tokens", "answers", b"answers", "lengths", b"lengths", "reentries", b"reentries", "requests", b"requests", "stopped", b"stopped", "think_tokens", b"think_tokens", "think_tokens_squares", b"think_tokens_squares", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -69,8 +69,9 @@ async def test_savings_show_both_distributions_of_eat(control: Control) -> None:
 async def test_savings_say_what_is_not_known(control: Control) -> None:
     result = await control("savings")
     assert result.stdout.startswith("no request counts: nothing in force shortens thinking")
-    few = compared(unjudged=7, judged=3, judged_stops=0, waiting_requests=12)
+    few = compared(unjudged=7, judged=3, judged_stops=0)
     few.ClearField("saved_tokens")
+    few.treated.waiting_requests, few.control.waiting_requests = 11, 1
     control.fleet.savings = fleet_pb2.GetSavingsResponse(
         savings=[few], withdrawn_revision=9, withdrawn_reason="it did harm"
     )
@@ -80,6 +81,13 @@ async def test_savings_say_what_is_not_known(control: Control) -> None:
     assert "not counted yet: 12 requests, because others that began earlier still run\n" in text
     why = "no probe came where thinking would have ended (0 of 3 requests, 7 not judged for want of a probe)"
     assert f"harm: not measured: {why}" in text
+    # Harm counts at once.
+    few.treated.requests = few.control.requests = 0
+    control.fleet.savings = fleet_pb2.GetSavingsResponse(savings=[few])
+    text = (await control("savings")).stdout
+    assert text.startswith("current rules, since revision 4\n")
+    assert "not counted yet: 12 requests" in text
+    assert "(0 of 3 requests, 7 not judged" in text
 
 
 async def test_engines_say_that_rules_were_withdrawn(control: Control) -> None:

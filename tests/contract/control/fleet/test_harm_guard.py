@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from meridian.v1 import fleet_pb2
 
+from meridian_control.capabilities.control_group.cohorts import LENGTH
 from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.control_group.savings import WITHDRAWER, harming
 from meridian_control.capabilities.listed import CAPABILITIES
@@ -436,3 +437,19 @@ async def test_a_replica_that_does_not_answer_takes_no_saved_tokens_back(control
         saved.append((await part.point()).get("saved_tokens_per_s"))
     await peers.close()
     assert saved == [None, 0, None, 0]
+
+
+async def test_saved_tokens_count_when_their_requests_close(control: Control) -> None:
+    """The comparison counts them together, once a long request that began before them has ended."""
+    stored, part = await control.set_policy(RULES), control.fleet.part(Comparisons)
+    experiment = part.experiments.experiment_of(stored.revision, stored.policy)
+    for arm, tokens in ((experiment.counts.treated, 50), (experiment.counts.control, 100)):
+        arm.requests, arm.think_tokens, arm.think_tokens_squares = 40, 40 * tokens, 41.0 * tokens**2
+    long, short = (experiment.cohorts.join(utc_now() + after) for after in (timedelta(), LENGTH))
+    await part.point()
+    short.counts.treated.requests += 4
+    experiment.cohorts.leave(short)
+    assert (await part.point())["saved_tokens_per_s"] > 0
+    experiment.cohorts.leave(long)
+    assert experiment.counts.treated.requests == 44
+    assert (await part.point())["saved_tokens_per_s"] == 0

@@ -16,6 +16,7 @@ import pytest_asyncio
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.budgets.fleet import BudgetSharing
+from meridian_control.capabilities.control_group.cohorts import LENGTH
 from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.self_calibration.fleet import SelfCalibration
 from meridian_control.common.errors import StoreUnavailable
@@ -389,21 +390,6 @@ async def test_rows_with_one_key_leave_none_behind(browser: Browser, tmp_path: P
         assert not complaints
 
 
-async def test_savings_say_how_many_requests_do_not_count_yet(browser: Browser, tmp_path: Path) -> None:
-    async with browsing(browser) as (page, complaints), served(tmp_path) as (control, address):
-        stored = await control.set_policy(policy(entropy={"shadow": False}))
-        experiment = control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
-        running, ended = (experiment.cohorts.join(control.fleet.clock()) for _ in range(2))
-        ended.counts.control.requests += 1
-        experiment.cohorts.leave(ended)
-        await page.goto(f"{address}/#policy")
-        told = page.locator("#savings dd", has_text="1 request, because others that began earlier still run")
-        await told.wait_for()
-        experiment.cohorts.leave(running)
-        await told.wait_for(state="detached")
-        assert not complaints
-
-
 async def test_a_point_has_the_time_of_its_counts(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are counts by time, and a capability may wait for a replica that does not answer."""
     begin = now = utc_now()
@@ -421,6 +407,23 @@ async def test_a_point_has_the_time_of_its_counts(control: Control, monkeypatch:
     await page.stop()
     assert page._history.points[0]["time"] == begin.timestamp()
     assert now > begin
+
+
+async def test_closed_requests_that_do_not_count_yet_are_shown(browser: Browser, tmp_path: Path) -> None:
+    async with served(tmp_path) as (control, address), browsing(browser) as (page, complaints):
+        stored = await control.set_policy(policy(entropy={"shadow": False}))
+        experiment = control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
+        running, ended = (experiment.cohorts.join(utc_now() + after) for after in (timedelta(), LENGTH))
+        ended.counts.control.requests = 1
+        experiment.cohorts.leave(ended)
+        await page.goto(address)
+        await page.locator("#tiles", has_text="1 closed request not counted yet").wait_for()
+        await page.goto(f"{address}/#policy")
+        waits = page.locator("#savings dd", has_text="1 request, because others that began earlier still run")
+        await waits.wait_for()
+        experiment.cohorts.leave(running)
+        await waits.wait_for(state="detached")
+        assert not complaints
 
 
 async def test_the_last_hour_is_drawn(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

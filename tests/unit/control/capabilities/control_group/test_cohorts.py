@@ -109,10 +109,10 @@ def test_a_request_counts_with_those_that_began_before_it_and_its_harm_at_once()
     made = short_beside_long()
     (told,) = savings.messages(made.session.part(ControlGroup).experiments, None)
     assert (told.treated.requests, told.control.requests, told.judged) == (0, 0, 1)
-    assert told.waiting_requests == 1
+    assert (told.treated.waiting_requests, told.control.waiting_requests) == (0, 1)
     made.step(380)
     told = counts(made)
-    assert (told.treated.requests, told.control.requests, told.waiting_requests) == (1, 1, 0)
+    assert (told.treated.requests, told.control.requests, told.control.waiting_requests) == (1, 1, 0)
     assert (told.treated.think_tokens, told.control.think_tokens) == (400, 20)
 
 
