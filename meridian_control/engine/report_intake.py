@@ -209,7 +209,9 @@ class Intake:
 
     def _add_tokens(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
-        intervals = self._table.intervals
+        rows, intervals = self._table.history.rows, self._table.intervals
+        self._totals.thinking_tokens += int(np.count_nonzero(rows.thinking))
+        self._totals.answer_tokens += int(np.count_nonzero(rows.answering))
         if len(intervals.row):
             self._totals.output_itl.add(intervals.output_itl_ms / 1e3)
             if any_in(intervals.previous == THINK_END):

@@ -38,7 +38,10 @@ class Totals:
     shadow_think_tokens: Counter[str] = field(default_factory=Counter)
     shadow_saved: Counter[tuple[str, str]] = field(default_factory=Counter)
     staleness_steps: Histogram = field(default_factory=step_histogram)
+    # Token rows, and those that are text of the thinking and of answers.
     token_events: int = 0
+    thinking_tokens: int = 0
+    answer_tokens: int = 0
     reports: int = 0
     requests: int = 0
     unknown_efforts: int = 0

@@ -129,7 +129,8 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
     view = fleet_pb2.Engine(
         **same(hello, *OF_HELLO),
         **same(session, "revision", "acked_revision", "nack_error"),
-        **same(session.totals, "token_events", "decisions", "outcomes", "ends", "answers", "unread_prompts"),
+        **same(session.totals, "token_events", "thinking_tokens", "answer_tokens"),
+        **same(session.totals, "decisions", "outcomes", "ends", "answers", "unread_prompts"),
         state=state,
         thinking=int((running & (table.phase == THINK)).sum()),
         answering=int((running & (table.phase == OUTPUT)).sum()),

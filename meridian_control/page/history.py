@@ -39,30 +39,31 @@ POINTS = 241
 class _Counted:
     """The counts of an engine, or of all engines. ttot, output_itl: observations, [TIME_BUCKETS]."""
 
-    tokens: int = 0
+    thinking_tokens: int = 0
+    answer_tokens: int = 0
     ttot: NDArray[np.int64] = field(default_factory=lambda: np.zeros(TIME_BUCKETS, np.int64))
     output_itl: NDArray[np.int64] = field(default_factory=lambda: np.zeros(TIME_BUCKETS, np.int64))
     ends: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def on(cls, engine: fleet_pb2.Engine) -> _Counted:
-        return cls(engine.token_events, time_counts(engine.ttot), time_counts(engine.output_itl), ended([engine]))
+        times = time_counts(engine.ttot), time_counts(engine.output_itl)
+        return cls(engine.thinking_tokens, engine.answer_tokens, *times, ended([engine]))
 
     def add(self, before: _Counted, after: _Counted) -> None:
         """Add what was counted between two looks at an engine."""
-        self.tokens += after.tokens - before.tokens
+        self.thinking_tokens += after.thinking_tokens - before.thinking_tokens
+        self.answer_tokens += after.answer_tokens - before.answer_tokens
         self.ttot += after.ttot - before.ttot
         self.output_itl += after.output_itl - before.output_itl
         self.ends += after.ends - before.ends
 
     def rates(self, seconds: float) -> dict[str, Any]:
         """Return the values of a point about so many seconds."""
-        # The answer tokens whose delay was measured: all but the first of a request that did not think.
-        answer_tokens = int(self.ttot.sum() + self.output_itl.sum())
         forced = self.ends.total() - self.ends[NATURAL]
         return {
-            "think_tokens_per_s": max(0, self.tokens - answer_tokens) / seconds,
-            "answer_tokens_per_s": answer_tokens / seconds,
+            "think_tokens_per_s": self.thinking_tokens / seconds,
+            "answer_tokens_per_s": self.answer_tokens / seconds,
             "ttot_p99_ms": _p99_ms(self.ttot),
             "itl_p99_ms": _p99_ms(self.output_itl),
             "ends": {spelled(name): count for name, count in self.ends.items()},

@@ -537,6 +537,7 @@ def test_what_is_shown() -> None:
     assert (engine.engine_id, engine.model, engine.state) == ("engine", "m", fleet_pb2.CONNECTION_STATE_CONNECTED)
     assert (engine.revision, engine.acked_revision, engine.thinking, engine.answering) == (1, 1, 0, 1)
     assert (engine.step, engine.running, engine.token_events) == (5, 2, 5)
+    assert (engine.thinking_tokens, engine.answer_tokens) == (2, 2)
     assert engine.decisions == made.session.totals.decisions
     assert engine.open_decisions == len(made.session.open_decisions)
     assert engine.connect_time.ToDatetime(UTC) == NOW

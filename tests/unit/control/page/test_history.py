@@ -45,18 +45,25 @@ def noted(*periods: list[fleet_pb2.Engine]) -> list[dict[str, Any]]:
 def test_a_point_is_about_the_time_since_the_one_before() -> None:
     ends = {"eat": 5, "hard_cap": 1, "natural": 3, "eat_shadowed": 9}
     first, second = noted(
-        [engine(token_events=100, agent_s=1.0, ttot={0.005: 5}, ends={"eat": 2})],
+        [engine(thinking_tokens=90, answer_tokens=10, agent_s=1.0, ttot={0.005: 5}, ends={"eat": 2})],
         [
-            engine(token_events=300, agent_s=1.5, ttot={0.005: 5, 0.05: 98, 0.9: 2}, ends=ends, thinking=3),
-            engine("b", token_events=100, thinking=1, answering=2, since_s=5),
+            engine(
+                thinking_tokens=230,
+                answer_tokens=70,
+                agent_s=1.5,
+                ttot={0.005: 5, 0.05: 98, 0.9: 2},
+                ends=ends,
+                thinking=3,
+            ),
+            # Its requests did not think, and the delay of their first tokens is not known.
+            engine("b", answer_tokens=40, thinking=1, answering=2, since_s=5),
         ],
     )
     assert (first["time"], first["saved_ratio"]) == (BEGIN.timestamp(), 0.25)
     assert {first[name] for name in RATES} == {None}
     assert first["ends"] == {}
     assert (second["engines"], second["thinking"], second["answering"]) == (2, 4, 2)
-    # 300 tokens came, and for 100 of them the delay of an answer was measured.
-    assert (second["think_tokens_per_s"], second["answer_tokens_per_s"]) == (20, 10)
+    assert (second["think_tokens_per_s"], second["answer_tokens_per_s"]) == (14, 10)
     assert second["agent_share"] == pytest.approx(0.5 / 10), "what the agent of b has spent before is not known"
     assert second["ttot_p99_ms"] == 1000
     assert second["itl_p99_ms"] is None, "no answer had a gap"
@@ -64,7 +71,7 @@ def test_a_point_is_about_the_time_since_the_one_before() -> None:
     assert (second["natural_per_min"], second["forced_per_min"]) == (18, 24)
 
 
-BEFORE = engine(token_events=100, ttot={0.005: 5}, agent_s=3.0)
+BEFORE = engine(thinking_tokens=100, ttot={0.005: 5}, agent_s=3.0)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +79,9 @@ BEFORE = engine(token_events=100, ttot={0.005: 5}, agent_s=3.0)
     [
         ([], 0, None),
         ([BEFORE], 0, None),
-        ([engine(token_events=30, ttot={0.1: 10}, agent_s=4.0, since_s=2)], 30, 100),
-        ([BEFORE, engine("found", token_events=10**6, ttot={0.1: 10})], 0, None),
-        ([engine("b", token_events=30, ttot={0.1: 10}, since_s=2)], 30, 100),
+        ([engine(thinking_tokens=30, ttot={0.1: 10}, agent_s=4.0, since_s=2)], 30, 100),
+        ([BEFORE, engine("found", thinking_tokens=10**6, ttot={0.1: 10})], 0, None),
+        ([engine("b", thinking_tokens=30, ttot={0.1: 10}, since_s=2)], 30, 100),
     ],
     ids=["gone", "the same", "connected again", "connected long ago", "another"],
 )
@@ -95,7 +102,8 @@ def test_a_large_fleet_in_which_one_engine_connects_again_in_each_period() -> No
             since_s = 10 * index - 5 if index <= number else -1000
             seconds = 10 * number - since_s
             counts: dict[str, Any] = {
-                "token_events": 2 * per_s * seconds,
+                "thinking_tokens": per_s * seconds,
+                "answer_tokens": per_s * seconds,
                 "ends": {"natural": seconds, "eat": 2 * seconds},
             }
             times = {0.01: per_s * seconds - seconds, 0.2: seconds}
@@ -118,7 +126,7 @@ def test_freezes_and_revisions_are_noted() -> None:
 
 
 def test_one_hour_is_kept() -> None:
-    points = noted(*[[engine(token_events=n)] for n in range(POINTS + 5)])
+    points = noted(*[[engine(thinking_tokens=n)] for n in range(POINTS + 5)])
     assert len(points) == POINTS
     assert (POINTS - 1) * PERIOD_S == 3600
     assert points[-1]["time"] - points[0]["time"] == (POINTS - 1) * 10
