@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from meridian_control.common.complaints import Complaints
-from meridian_control.common.errors import StoredPolicyUnreadable, StoreUnavailable
+from meridian_control.common.errors import NotFound, StoredPolicyUnreadable, StoreUnavailable
 from meridian_control.rollout.sampler import Sampler
 from meridian_control.rollout.transitions import tick
 
@@ -103,7 +103,7 @@ class Rollouts:
     async def look(self) -> None:
         """Hand the store's active rollout and policy to this replica's fleet.
 
-        Raises StoreUnavailable, StoredPolicyUnreadable.
+        Raises StoreUnavailable, StoredPolicyUnreadable, and NotFound if the store loses a revision meanwhile.
         """
         policies, self._idle_ticks = self.store.policies, -1
         async with self._one_at_a_time:
@@ -131,7 +131,7 @@ class Rollouts:
         """Call `look` after a change was stored. If the store cannot be read, the next tick calls `look` again."""
         try:
             await self.look()
-        except (StoreUnavailable, StoredPolicyUnreadable) as error:
+        except (StoreUnavailable, StoredPolicyUnreadable, NotFound) as error:
             logger.warning("the change of a rollout is stored and waits: %s", error)
 
     async def _follow_back(self, known: StoredRevision, revision: int) -> None:
@@ -157,8 +157,9 @@ class Rollouts:
             try:
                 await self.look()
                 complaints.over()
-            except StoredPolicyUnreadable as error:
-                # A newer version of the control plane stored the policy; this replica's engines keep their policies.
+            except (StoredPolicyUnreadable, NotFound) as error:
+                # A newer version of the control plane stored the policy, or the store has lost it between two reads;
+                # this replica's engines keep their policies.
                 complaints.log(error)
 
         await self.store.database.follow(look)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.contract.streams import Control
+
 
 WRITERS, UPDATES = 4, 12
 
@@ -91,6 +93,23 @@ async def test_an_update_reaches_the_engines_after_the_store_has_lost_revisions(
     finally:
         process.kill()
     assert process.log().count("the store has lost revision 4; revision 3 replaces it") == 1
+
+
+async def test_a_revision_that_the_store_loses_between_two_reads_ends_no_control_plane(
+    control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the test above, if a replica looks at the very moment."""
+    rollouts = control.parts.rollouts
+    policies, database = rollouts.store.policies, rollouts.store.database
+    lost = int(await policies.number()) + 1
+
+    async def number() -> int:
+        return lost
+
+    monkeypatch.setattr(database, "follow", lambda look: look())
+    monkeypatch.setattr(policies, "number", number)
+    await rollouts.follow()
+    assert f"policy revision {lost} is not stored" in caplog.text
 
 
 async def test_a_directory_governs_the_engines(tmp_path: Path) -> None:
