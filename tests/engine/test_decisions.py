@@ -114,7 +114,11 @@ def test_policy_change_reaches_requests_in_flight(llm: Any, agent: Any, control:
     run.step()
     (live,) = agent.tracker.by_id.values()
     # The cap comes with the answer to the ACK, which the step may have taken in already.
-    wait_for(lambda: live.cap is not None or waits(agent, "caps"), 20, "the cap to arrive")
+
+    def is_capped() -> bool:
+        return live.cap is not None and live.cap.max_think_tokens == 20
+
+    wait_for(lambda: is_capped() or waits(agent, "caps"), 20, "the cap to arrive")
     taken = len(run.tokens["r"])
     run.until(lambda: end in run.tokens["r"])
     assert 30 <= run.tokens["r"].index(end) <= taken + 1

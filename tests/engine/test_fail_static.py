@@ -104,11 +104,16 @@ def test_requests_in_flight_are_let_go_and_taken_up_again(
     assert end not in run.tokens["r"]
     assert len(seen) > 40
     assert not any(record.told for record, *_ in seen), "a frozen engine measures logits"
+
+    def cap() -> Any:
+        (live,) = agent.tracker.by_id.values()
+        return live.cap
+
+    before_thaw = cap()
     control.thaw()
     wait_for(lambda: agent.link.mailbox.arrived, 20, "the thaw to arrive")
     run.step()
-    (live,) = agent.tracker.by_id.values()
-    wait_for(lambda: live.cap is not None or waits(agent, "caps"), 20, "the cap to arrive")
+    wait_for(lambda: cap() is not before_thaw or waits(agent, "caps"), 20, "the cap to arrive")
     run.until(settled=settled)
     assert 110 < run.tokens["r"].index(end) < 149
     assert control.settled().outcomes["agent_off"] > dict(before.outcomes).get("agent_off", 0)

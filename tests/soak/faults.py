@@ -285,7 +285,8 @@ class Faults:
             await self._start()
         await self.proxy.open()
         await self._tell(self.control.thaw)
-        deadline = time.monotonic() + 60
+        # A rollout that goes on after a restart takes a minute, and until then the policy cannot be changed.
+        deadline = time.monotonic() + 180
         while not self._recorded():
             if time.monotonic() > deadline:
                 raise TimeoutError("the control plane is not recorded although all faults are over")
