@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.control_group.cohorts import Cohorts
+from meridian_control.capabilities.control_group.going_on import stop_tokens
 from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.think_ends import CUT, EMPTY_ANSWER, FINISHED
 from meridian_control.journal.request_ids import is_later_choice
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from meridian_control.capabilities.control_group.cohorts import Cohort
+    from meridian_control.capabilities.control_group.going_on import GoingOn
     from meridian_control.capabilities.control_group.requests import ControlRequest
     from meridian_control.engine.request_table import RequestTable
     from meridian_control.policy.drift_schema import Bins
@@ -96,17 +98,19 @@ class Experiment:
         *,
         ended_by: Kind | None,
         cohort: Cohort,
+        before: GoingOn | None = None,
         handed_over: bool = False,
     ) -> list[str]:
-        """Count a request that closes, unless it did not think or did not begin under these rules. Return the names
-        under which its engine counts it, as `Engine.control_group` in fleet.proto has them.
+        """Count a request that closes and began under these rules, unless it did not think. Return the names under
+        which its engine counts it, as `Engine.control_group` in fleet.proto has them.
 
         request: state of a request of the control group, None for a treated request. ended_by: the kind of shortening
-        that ended the thinking of a treated request first. cohort: the request's. handed_over: whether another engine
-        gives the answer, so that nothing about the answer is counted.
+        that ended the thinking of a treated request first. cohort: the request's. before: what an earlier stream knew
+        of it; then neither its harm nor its end is counted. handed_over: whether another engine gives the answer, so
+        that nothing about the answer is counted.
         """
         think_tokens, answer_tokens = int(table.think_tokens[slot]), int(table.output_tokens[slot])
-        if not (table.counted[slot] and think_tokens):
+        if not think_tokens:
             return []
         ended, thinks = bool(table.ended[slot]), bool(table.phase[slot] == agent_pb2.PHASE_THINK)
         has_answer = reason in FINISHED and ended and not thinks
@@ -114,27 +118,29 @@ class Experiment:
         arm.requests += 1
         arm.think_tokens += think_tokens
         arm.think_tokens_squares += float(think_tokens) ** 2
-        arm.stopped += request.stopped if request is not None else ended_by is not None
+        would_stop = stop_tokens(request, before)
+        arm.stopped += would_stop >= 0 if request is not None else ended_by is not None
         if has_answer and not handed_over:
             arm.answers += 1
             arm.answer_tokens += answer_tokens
         # The second thinking may have no end.
         thought_again = bool(table.reentered[slot]) or (ended and thinks)
+        thought_again |= before is not None and before.thought_again
         arm.reentries += thought_again
         arm.aborts += reason == agent_pb2.FINISH_REASON_ABORT
         arm.lengths += reason in CUT
         if request is not None:
             opened = table.info[slot]
             alone = opened is None or not is_later_choice(opened.request_id)
-            if request.stopped:
-                cohort.counts.shadow_saved_tokens += max(0, think_tokens - request.stop_tokens)
-            verdicts = self._compare(request, think_tokens, judgeable=has_answer and alone)
+            if would_stop >= 0:
+                cohort.counts.shadow_saved_tokens += max(0, think_tokens - would_stop)
+            verdicts = self._compare(request, think_tokens, judgeable=has_answer and alone) if before is None else []
             natural = request.stopped and table.first_end[slot] == NATURAL_END
             kind, side = (request.stopped_by if natural else None), "natural_ends"
         else:
             verdicts = ["shortened"] if ended_by is not None else []
             kind, side = ended_by, "forced_ends"
-        if kind is not None and not handed_over:
+        if kind is not None and not handed_over and before is None:
             for counts in (self.counts, self.kinds[kind]):
                 _count_end(getattr(counts, side), answer_tokens, thought_again, reason)
         return verdicts

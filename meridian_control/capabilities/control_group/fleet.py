@@ -11,8 +11,10 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group import metrics, savings, shown
 from meridian_control.capabilities.control_group.experiments import Experiments
+from meridian_control.capabilities.control_group.going_on import drop
 from meridian_control.capabilities.control_group.harm_guard import HarmGuard
 from meridian_control.capabilities.control_group.stream import ControlGroup
+from meridian_control.fleet.left_behind import LeftBehind
 from meridian_control.fleet.part import FleetPart
 from meridian_control.fleet.peers import CALL_TIMEOUT_S
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from meridian_control.engine.part import Stream
     from meridian_control.engine.session import Session
     from meridian_control.engine.totals import Totals
+    from meridian_control.fleet.connection import Connection
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.fleet.part import Beside, Metric, Shown
     from meridian_control.fleet.peers import Peer, Peers
@@ -39,6 +42,7 @@ class Comparisons(FleetPart):
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet, self.experiments = fleet, Experiments()
+        self._left = LeftBehind(fleet, lambda session: session.part(ControlGroup).left(), drop)
         self.guard: HarmGuard | None = None
         self._replica_id = ""
         self._peers: Peers | None = None
@@ -55,11 +59,19 @@ class Comparisons(FleetPart):
         return self.guard.newest if self.guard is not None else None
 
     async def tick(self) -> None:
+        self._left.forget()
         if self.guard is not None:
             await self.guard.look()
 
     def stream(self, stream: Stream) -> ControlGroup:
         return ControlGroup(stream, self.experiments)
+
+    def joined(self, connection: Connection) -> None:
+        """Let the requests of the stream before count on."""
+        connection.session.part(ControlGroup).expect(self._left.taken_by(connection) or {})
+
+    def left(self, connection: Connection, replaced: bool) -> None:
+        self._left.left_by(connection, replaced)
 
     def policy_came(self, stored: StoredRevision) -> None:
         self.experiments.experiment_of(stored.revision, stored.policy)

@@ -10,6 +10,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.control_group.experiments import Experiments
+from meridian_control.capabilities.control_group.going_on import GoingOn, drop, lease, stop_tokens
 from meridian_control.capabilities.control_group.requests import ControlRequests
 from meridian_control.capabilities.control_group.rule import (
     compared_signals,
@@ -21,9 +22,11 @@ from meridian_control.capabilities.control_group.rule import (
     unshortened_cap,
 )
 from meridian_control.common.enum_names import ENTROPY_REASONS
+from meridian_control.common.opened_request import is_under_way
 from meridian_control.common.table_columns import FORCED_END, NO_CAP
 from meridian_control.engine.moments import sentence_ends
 from meridian_control.engine.part import UNREAD_PROBE, Part
+from meridian_control.engine.request_table import THINK
 from meridian_control.engine.token_rows import differs
 from meridian_control.journal.request_ids import is_later_choice
 from meridian_control.policy.drift_schema import SIGNALS
@@ -76,12 +79,18 @@ class ControlGroup(Part):
         self._same_rules = False
         # By slot, the kind of shortening that ended the thinking of a treated request first.
         self._ended_by: dict[int, Kind] = {}
-        # By slot of a request that counts, its cohort, and those of the same experiment.
+        # By slot of a request that counts, its cohort, and those of the same experiment; and what an earlier stream of
+        # the engine process knew of it.
         self._cohorts: dict[int, tuple[Cohorts, Cohort]] = {}
+        self._before: dict[int, GoingOn] = {}
+        # By slot, the requests that the next snapshot may list.
+        self._expected: dict[int, GoingOn] = {}
         self._now = stream.now
 
     def rest(self, now: datetime) -> None:
         self._now = now
+        if self._cohorts and (self._stream.freezing.frozen or self._stream.freezing.void):
+            self._leave_all()
 
     # ------------------------------------------------------------------------------------------------ who belongs to it
 
@@ -92,7 +101,7 @@ class ControlGroup(Part):
     def assign(
         self, slot: int, opened: OpenedRequest, own: Policy, entries: Sequence[StagedEntry], again: bool
     ) -> bool:
-        table, same_rules = self._table, again and self._same_rules
+        table, same_rules = self._table, self._takes_up(slot, opened) or (again and self._same_rules)
         # One engine sees the answer of a request that two engines serve, the other one its thinking.
         is_whole = not (opened.remote_decode or opened.handed_over_ref)
         share = own.entropy.holdout_share
@@ -101,7 +110,8 @@ class ControlGroup(Part):
         begins = not (table.think_tokens[slot] or table.output_tokens[slot] or opened.handed_over_ref)
         counted = in_force and (begins or (same_rules and bool(table.counted[slot])))
         table.put(slot, control=control, counted=counted)
-        self._join(slot, counted=counted, same_rules=same_rules)
+        goes_on = in_force and same_rules and slot in self._before
+        self._join(slot, counts=counted or goes_on, same_rules=same_rules)
         self._await_signals(slot, own, opened, begins=begins, same_rules=same_rules)
         if not same_rules:
             self._ended_by.pop(slot, None)
@@ -113,15 +123,34 @@ class ControlGroup(Part):
             self._stream.journal.note_once(slot, "control_group", NOTE)
         return True
 
-    def _join(self, slot: int, *, counted: bool, same_rules: bool) -> None:
+    def _takes_up(self, slot: int, opened: OpenedRequest) -> bool:
+        """Take up the request of the stream before that goes on in this slot under the same rules; return whether there
+        is one."""
+        if (before := self._expected.pop(slot, None)) is None:
+            return False
+        assert self.experiment is not None
+        if before.cohorts is not self.experiment.cohorts or not before.is_still(opened):
+            drop([before])
+            return False
+        self._cohorts[slot] = before.cohorts, before.cohort
+        if is_under_way(opened):
+            self._before[slot] = before
+        if before.ended_by is not None:
+            self._ended_by[slot] = before.ended_by
+        return True
+
+    def _join(self, slot: int, *, counts: bool, same_rules: bool) -> None:
         """Let a request that counts belong to a cohort of the present rules."""
         assert self.experiment is not None
-        if not (counted and same_rules):
+        if not (counts and same_rules):
             self._leave(slot)
-        if counted and slot not in self._cohorts:
+        if counts and slot not in self._cohorts:
             self._cohorts[slot] = self.experiment.cohorts, self.experiment.cohorts.join(self._now)
 
     def _leave(self, slot: int) -> None:
+        self._before.pop(slot, None)
+        if (expected := self._expected.pop(slot, None)) is not None:
+            drop([expected])
         if (joined := self._cohorts.pop(slot, None)) is not None:
             cohorts, cohort = joined
             cohorts.leave(cohort)
@@ -190,16 +219,57 @@ class ControlGroup(Part):
     # ------------------------------------------------------------------------------------------------- what comes of it
 
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
+        self.expect(self.left())
         self.requests.clear()
         self._ended_by.clear()
-        self._leave_all()
+
+    def snapshot_ends(self, now: datetime) -> None:
+        for slot in [slot for slot in self._expected if not self._table.holds(slot)]:
+            self._leave(slot)
 
     def stream_ended(self, now: datetime, followed: bool) -> None:
         self._leave_all()
+        drop(self._expected.values())
 
     def _leave_all(self) -> None:
         for slot in [*self._cohorts]:
             self._leave(slot)
+
+    def expect(self, left: dict[int, GoingOn]) -> None:
+        """Take what a stream has left, but for requests that a lease has ceased to govern meanwhile, or a freeze or a
+        fault."""
+        is_governed = not (self._stream.hello.fault or self._stream.freezing.frozen)
+        for slot, before in left.items():
+            if is_governed and self._now <= before.until:
+                self._expected[slot] = before
+            else:
+                drop([before])
+
+    def left(self) -> dict[int, GoingOn]:
+        """Return the requests that count, by slot, for the snapshot that comes next, in this stream or the engine
+        process's next one: they count here no more."""
+        table, left = self._table, dict[int, GoingOn]()
+        if self._policy is None:
+            return left
+        until = self._now + lease(self._policy)
+        for slot, (cohorts, cohort) in self._cohorts.items():
+            opened, before, ended = table.info[slot], self._before.get(slot), bool(table.ended[slot])
+            assert opened is not None
+            thinks_again = bool(table.reentered[slot]) or (ended and table.phase[slot] == THINK)
+            left[slot] = GoingOn(
+                opened.identity,
+                cohorts,
+                cohort,
+                until,
+                phase=int(table.phase[slot]),
+                think_tokens=int(table.think_tokens[slot]),
+                ended=ended or (before is not None and before.ended),
+                thought_again=thinks_again or (before is not None and before.thought_again),
+                ended_by=self._ended_by.get(slot),
+                stop_tokens=stop_tokens(self.requests.by_slot.get(slot), before),
+            )
+        self._cohorts, self._before = {}, {}
+        return left
 
     def probed(self, results: Sequence[ProbeResult]) -> None:
         for result in results:
@@ -239,7 +309,8 @@ class ControlGroup(Part):
         whether a request of the control group was cut although nothing should shorten it."""
         table = self._table
         for slot, reason in ends if self._policy is not None else ():
-            if not table.holds(slot) or not table.counted[slot]:
+            before = self._before.get(slot)
+            if slot not in self._cohorts or (before is not None and before.ended):
                 continue
             if (request := self.requests.by_slot.get(slot)) is not None:
                 # The engine's cap holds until the request's own cap arrives, which a very low cap may not wait for.
@@ -275,6 +346,7 @@ class ControlGroup(Part):
             self.requests.by_slot.get(slot),
             ended_by=self._ended_by.get(slot),
             cohort=self._cohorts[slot][1],
+            before=self._before.get(slot),
             handed_over=closed.handed_over,
         )
         self.verdicts.update(names)

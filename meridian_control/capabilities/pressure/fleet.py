@@ -10,6 +10,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
 from meridian_control.common.metric_entry import counter, gauge
+from meridian_control.fleet.left_behind import LeftBehind
 from meridian_control.fleet.part import FleetPart
 from meridian_control.fleet.trace_records import part_record
 from meridian_control.fleet.turns import in_turns
@@ -17,9 +18,7 @@ from meridian_control.policy.shortening_schema import TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from datetime import datetime
 
-    from meridian_control.capabilities.pressure.rule import Controller
     from meridian_control.engine.session import Session
     from meridian_control.engine.totals import Totals
     from meridian_control.fleet.connection import Connection
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds after the end of an engine's stream within which its next stream begins at the same levels.
-KEPT_S = 60.0
 PRESSURE = ("pressure",)
 DIRECTIONS = ("shortened", "restored")
 
@@ -68,33 +65,22 @@ class FleetPressure(FleetPart):
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        # By engine id and incarnation, in the order in which streams ended: the time of the newest one's end, and its
-        # controllers.
-        self._ended: dict[tuple[str, str], tuple[datetime, dict[str, Controller]]] = {}
+        self._left = LeftBehind(fleet, lambda session: session.part(EnginePressure).kept)
 
     async def tick(self) -> None:
         async for session in in_turns(self.fleet.connections.sessions):
             log_changes(session)
 
     def joined(self, connection: Connection) -> None:
-        """Let a stream begin at the levels of the one before: each stream ends after half an hour, also under load."""
-        session, now = connection.session, self.fleet.clock()
-        part = session.part(EnginePressure)
-        left_at, controllers = self._ended.pop(session.identity, (now, {}))
-        if (now - left_at).total_seconds() <= KEPT_S:
-            part.controllers = controllers
-        for replaced in self.fleet.connections.of_process(session.identity):
-            part.controllers = replaced.session.part(EnginePressure).kept
+        """Let a stream begin at the levels of the one before."""
+        part = connection.session.part(EnginePressure)
+        part.controllers = self._left.taken_by(connection) or {}
         if part.levels:
-            connection.note(part_record, now, part.record())
+            connection.note(part_record, self.fleet.clock(), part.record())
 
     def left(self, connection: Connection, replaced: bool) -> None:
-        session, now = connection.session, self.fleet.clock()
-        log_changes(session)
-        if not replaced:
-            self._ended[session.identity] = now, session.part(EnginePressure).kept
-        while self._ended and (now - next(iter(self._ended.values()))[0]).total_seconds() > KEPT_S:
-            del self._ended[next(iter(self._ended))]
+        log_changes(connection.session)
+        self._left.left_by(connection, replaced)
 
     def show_engine(self, view: fleet_pb2.Engine, session: Session) -> None:
         view.pressures.extend(session.part(EnginePressure).messages())

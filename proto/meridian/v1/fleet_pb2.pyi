@@ -2868,7 +2868,7 @@ Global___GetSavingsResponse: _TypeAlias = GetSavingsResponse  # noqa: Y015
 class Savings(_message.Message):
     """Compares requests under the same rules, which are all that shortens thinking: treated requests, and the control group,
     in which a hash of the request id puts the share entropy.holdout_share, and which nothing shortens. Only closed
-    requests that thought count, and only if they began under these rules on this stream.
+    requests that thought count, and only if they began under these rules while this replica saw them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

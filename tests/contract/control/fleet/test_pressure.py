@@ -232,6 +232,18 @@ def test_the_late_end_of_a_process_takes_no_level_from_the_next_one() -> None:
     assert fleet.join(hello("engine", incarnation="b")).session.part(EnginePressure).levels == {"chat": 4}
 
 
+def test_a_stream_that_was_replaced_leaves_nothing_once_it_ends() -> None:
+    """The stream that replaced it has had its levels, and has fallen to others."""
+    fleet = Fleet(utc_now, capabilities=CAPABILITIES)
+    older = fleet.join(hello("engine", incarnation="a"))
+    older.session.part(EnginePressure).set_levels({"chat": 4})
+    newer = fleet.join(hello("engine", incarnation="a"))
+    newer.session.part(EnginePressure).set_levels({"chat": 0})
+    fleet.leave(older, "replaced")
+    fleet.leave(newer, "disconnected")
+    assert fleet.join(hello("engine", incarnation="a")).session.part(EnginePressure).levels == {}
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_level_that_rose_without_effect_ends_with_the_stream(replaced: bool) -> None:
     """The next stream cannot know that the level had no effect, and its first policy may give it one."""
