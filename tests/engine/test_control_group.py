@@ -12,13 +12,15 @@ from tests.data import maze
 from tests.engine import Run, choose, prompt_ids
 from tests.engine.policies import CONVERGED
 from tests.engine.test_rules import CASES, GREEDY, free_run
-from tests.processes import RPC_S
+from tests.processes import RPC_S, wait_for
 
 if TYPE_CHECKING:
     from tests.engine.pacing import Settled
     from tests.processes import Control
 
 SHARE = 0.5
+# Tokens after which the stream breaks, when each request thinks.
+BREAKS_AT = 10
 
 
 def compared(control: Control) -> fleet_pb2.Savings:
@@ -29,17 +31,33 @@ def compared(control: Control) -> fleet_pb2.Savings:
     return savings
 
 
-def test_the_control_group_thinks_to_its_own_end(
-    llm: Any, agent: Any, control: Control, settled: Settled, monkeypatch: pytest.MonkeyPatch
+def another_stream(agent: Any, control: Control) -> None:
+    """End the agent's stream, and wait until the next one has the policy and the live requests."""
+    before, live = control.engine().connect_time, len(control.requests())
+    agent.link.restart()
+    wait_for(lambda: control.engine().connect_time != before, 20, "another stream")
+    wait_for(lambda: len(control.requests()) == live, 20, "the requests on it")
+    wait_for(lambda: control.engine().acked_revision == agent.link.lease.revision, 20, "the policy to be acknowledged")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_control_group_thinks_to_its_own_end(  # noqa: PLR0917
+    llm: Any, agent: Any, control: Control, settled: Settled, breaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All requests count, also if their stream breaks."""
     free, _ = free_run(llm, agent)
-    arms = {f"arm-{number}": number % 2 == 0 for number in range(len(CASES))}
+    arms = {f"arm-{breaks}-{number}": number % 2 == 0 for number in range(len(CASES))}
     choose(monkeypatch, SHARE, arms)
-    # A request is held until its decision comes, so that a busy machine does not change the result.
-    control.apply({**CONVERGED, "entropy": {**CONVERGED["entropy"], "holdout_share": SHARE, "eat_hold_ms": 5000}})
+    # A request is held until its decision comes, so that a busy machine does not change the result. Each case counts
+    # anew under rules of its own.
+    own = {"holdout_share": SHARE, "eat_hold_ms": 5000 + breaks}
+    control.apply({**CONVERGED, "entropy": {**CONVERGED["entropy"], **own}})
     run, end = Run(llm), agent.tracker.markers.end[0]
     for name, case in zip(arms, CASES, strict=True):
         run.add(name, case, GREEDY)
+    if breaks:
+        run.until(lambda: min(map(len, run.tokens.values())) == BREAKS_AT, settled=settled)
+        another_stream(agent, control)
     run.until(settled=settled)
     control.settled()
     savings = compared(control)
@@ -54,9 +72,10 @@ def test_the_control_group_thinks_to_its_own_end(
     for is_control, tokens in zip(held, run.tokens.values(), strict=True):
         thought[is_control] += tokens.index(end)
     assert (savings.control.think_tokens, savings.treated.think_tokens) == (thought[True], thought[False])
-    # EAT fires on a probe, so each stop is judged by a probe.
-    assert (savings.judged, savings.unjudged) == (sum(held), 0)
-    assert savings.judged_stops == savings.control.stopped
+    assert savings.control.stopped > 0
+    # EAT fires on a probe, so each stop is judged by a probe, unless the stream has broken.
+    assert (savings.judged, savings.unjudged) == (0 if breaks else sum(held), 0)
+    assert savings.judged_stops == (0 if breaks else savings.control.stopped)
 
 
 @pytest.mark.parametrize("again", [False, True])
