@@ -377,7 +377,7 @@ class RequestTable(Columns):
         forced: whether the agent forced the end. kind: NATURAL_END or FORCED_END.
         """
         self.reentered[slot] |= self.ended[slot]
-        if not self.ended[slot]:
+        if not self.first_end[slot]:
             self.first_end[slot] = kind
         self.ended[slot], self.forced[slot] = True, forced
 

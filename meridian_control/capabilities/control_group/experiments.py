@@ -125,7 +125,6 @@ class Experiment:
             arm.answer_tokens += answer_tokens
         # The second thinking may have no end.
         thought_again = bool(table.reentered[slot]) or (ended and thinks)
-        thought_again |= before is not None and before.thought_again
         arm.reentries += thought_again
         arm.aborts += reason == agent_pb2.FINISH_REASON_ABORT
         arm.lengths += reason in CUT

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from meridian_control.common.table_columns import NO_END
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from datetime import datetime
@@ -23,10 +25,9 @@ class GoingOn:
     """A request as it was in the newest report of a stream that has ended.
 
     cohorts, cohort: where it waits to be counted, in its experiment. until: time until which the agent obeys without a
-    stream. phase, think_tokens: as in the request table. ended: whether its thinking has ended.
-    thought_again: whether it has thought again after that. ended_by: the kind of shortening that has ended the thinking
-    of a treated request first. stop_tokens: thinking tokens at which shortening would have ended that of a request of
-    the control group, -1 if it would not have.
+    stream. phase, think_tokens, first_end: as in the request table. reentered: whether it has begun to think again.
+    ended_by: the kind of shortening that has ended the thinking of a treated request first. stop_tokens: thinking
+    tokens at which shortening would have ended that of a request of the control group, -1 if it would not have.
     """
 
     identity: Identity
@@ -35,15 +36,15 @@ class GoingOn:
     until: datetime
     phase: int
     think_tokens: int
-    ended: bool = False
-    thought_again: bool = False
+    first_end: int = NO_END
+    reentered: bool = False
     ended_by: Kind | None = None
     stop_tokens: int = -1
 
-    def is_still(self, opened: OpenedRequest) -> bool:
+    def is_still(self, opened: OpenedRequest, phase: int) -> bool:
         """Whether this is the request that a snapshot lists, and its thinking has not ended or begun again meanwhile:
-        nothing tells then what has ended it."""
-        goes_on = opened.phase == self.phase and opened.think_tokens >= self.think_tokens
+        nothing tells then what has ended it. phase: the request's present phase."""
+        goes_on = phase == self.phase and opened.think_tokens >= self.think_tokens
         return goes_on and opened.identity == self.identity
 
 

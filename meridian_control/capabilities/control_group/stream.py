@@ -108,10 +108,9 @@ class ControlGroup(Part):
         in_force = is_whole and share > 0 and (may_shorten(own, entries) or self_calibrates(own))
         control = in_force and held_out(opened.request_id, share)
         begins = not (table.think_tokens[slot] or table.output_tokens[slot] or opened.handed_over_ref)
-        counted = in_force and (begins or (same_rules and bool(table.counted[slot])))
+        counted = in_force and (begins or (same_rules and bool(table.counted[slot] or self.goes_on(slot))))
         table.put(slot, control=control, counted=counted)
-        goes_on = in_force and same_rules and slot in self._before
-        self._join(slot, counts=counted or goes_on, same_rules=same_rules)
+        self._join(slot, counted=counted, same_rules=same_rules)
         self._await_signals(slot, own, opened, begins=begins, same_rules=same_rules)
         if not same_rules:
             self._ended_by.pop(slot, None)
@@ -129,22 +128,28 @@ class ControlGroup(Part):
         if (before := self._expected.pop(slot, None)) is None:
             return False
         assert self.experiment is not None
-        if before.cohorts is not self.experiment.cohorts or not before.is_still(opened):
+        if before.cohorts is not self.experiment.cohorts or not before.is_still(opened, int(self._table.phase[slot])):
             drop([before])
             return False
         self._cohorts[slot] = before.cohorts, before.cohort
         if is_under_way(opened):
             self._before[slot] = before
+            self._table.put(slot, first_end=before.first_end, reentered=before.reentered)
         if before.ended_by is not None:
             self._ended_by[slot] = before.ended_by
         return True
 
-    def _join(self, slot: int, *, counts: bool, same_rules: bool) -> None:
+    def goes_on(self, slot: int) -> bool:
+        """Whether a request that counts had tokens before the newest snapshot, of which this stream does not know all
+        that happened to it."""
+        return slot in self._before
+
+    def _join(self, slot: int, *, counted: bool, same_rules: bool) -> None:
         """Let a request that counts belong to a cohort of the present rules."""
         assert self.experiment is not None
-        if not (counts and same_rules):
+        if not (counted and same_rules):
             self._leave(slot)
-        if counts and slot not in self._cohorts:
+        if counted and slot not in self._cohorts:
             self._cohorts[slot] = self.experiment.cohorts, self.experiment.cohorts.join(self._now)
 
     def _leave(self, slot: int) -> None:
@@ -253,9 +258,8 @@ class ControlGroup(Part):
             return left
         until = self._now + lease(self._policy)
         for slot, (cohorts, cohort) in self._cohorts.items():
-            opened, before, ended = table.info[slot], self._before.get(slot), bool(table.ended[slot])
+            opened, thinks = table.info[slot], bool(table.phase[slot] == THINK)
             assert opened is not None
-            thinks_again = bool(table.reentered[slot]) or (ended and table.phase[slot] == THINK)
             left[slot] = GoingOn(
                 opened.identity,
                 cohorts,
@@ -263,10 +267,10 @@ class ControlGroup(Part):
                 until,
                 phase=int(table.phase[slot]),
                 think_tokens=int(table.think_tokens[slot]),
-                ended=ended or (before is not None and before.ended),
-                thought_again=thinks_again or (before is not None and before.thought_again),
+                first_end=int(table.first_end[slot]),
+                reentered=bool(table.reentered[slot] or (table.first_end[slot] and thinks)),
                 ended_by=self._ended_by.get(slot),
-                stop_tokens=stop_tokens(self.requests.by_slot.get(slot), before),
+                stop_tokens=stop_tokens(self.requests.by_slot.get(slot), self._before.get(slot)),
             )
         self._cohorts, self._before = {}, {}
         return left
@@ -309,8 +313,7 @@ class ControlGroup(Part):
         whether a request of the control group was cut although nothing should shorten it."""
         table = self._table
         for slot, reason in ends if self._policy is not None else ():
-            before = self._before.get(slot)
-            if slot not in self._cohorts or (before is not None and before.ended):
+            if slot not in self._cohorts:
                 continue
             if (request := self.requests.by_slot.get(slot)) is not None:
                 # The engine's cap holds until the request's own cap arrives, which a very low cap may not wait for.

@@ -58,6 +58,7 @@ class LeftOut(enum.StrEnum):
     FAR = "no probe came near the end of the thinking; lower entropy.eat_probe_interval_tokens, or leave room"
     MANY = "there were too many probes; raise entropy.eat_probe_interval_tokens"
     UNNAMED = "the names of its model and SLO class are too long together, or have a character that no database keeps"
+    LOST = "the results of probes were lost with a broken stream"
     NOT_NATURAL = "the model did not end the thinking by itself, or thought again"
 
 

@@ -23,7 +23,7 @@ from meridian_control.capabilities.self_calibration import shown
 from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Newest, can_be_kept
 from meridian_control.capabilities.self_calibration.in_order import InOrder
 from meridian_control.capabilities.self_calibration.learner import MAX_EPISODES, Learner, Rule, State
-from meridian_control.capabilities.self_calibration.stream import Recorder
+from meridian_control.capabilities.self_calibration.stream import Recorder, drop
 from meridian_control.capabilities.self_calibration.watch import Watch
 from meridian_control.common.errors import (
     EtagMismatch,
@@ -35,6 +35,7 @@ from meridian_control.common.errors import (
 )
 from meridian_control.common.look import percent
 from meridian_control.common.metric_entry import gauge
+from meridian_control.fleet.left_behind import LeftBehind
 from meridian_control.fleet.part import FleetPart, Shown
 from meridian_control.policy.effects import any_self_calibrates, self_calibrates
 from meridian_control.policy.model import Who
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from meridian_control.capabilities.self_calibration.store import EpisodeStore
     from meridian_control.engine.part import Stream
     from meridian_control.engine.totals import Totals
+    from meridian_control.fleet.connection import Connection
     from meridian_control.fleet.fleet import Fleet
     from meridian_control.fleet.part import Beside, Metric
     from meridian_control.policy.model import Policy
@@ -111,6 +113,9 @@ class SelfCalibration(FleetPart):
         self.fleet, self._clock = fleet, fleet.clock
         self.calibrate: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]] = self._calibrate
         self._in_order = InOrder(self.record, fleet.clock)
+        self._left = LeftBehind(
+            fleet, lambda session: session.part(Recorder).left(), lambda left: drop(self._in_order, left)
+        )
         # Episodes as JSON, each with the name of its traffic, and the bytes of all.
         self._new: deque[tuple[str, str]] = deque()
         self._new_bytes = 0
@@ -144,6 +149,13 @@ class SelfCalibration(FleetPart):
 
     def stream(self, stream: Stream) -> Recorder:
         return Recorder(stream, self._in_order)
+
+    def joined(self, connection: Connection) -> None:
+        """Go on with the requests of the stream before."""
+        connection.session.part(Recorder).expect(self._left.taken_by(connection))
+
+    def left(self, connection: Connection, replaced: bool) -> None:
+        self._left.left_by(connection, replaced)
 
     def record(self, traffic: str, found: Episode | LeftOut) -> None:
         """Take in a request that nothing shortened, once it has closed and its turn has come; the next tick stores its
@@ -190,6 +202,7 @@ class SelfCalibration(FleetPart):
 
         Raises StoreUnavailable, StoredPolicyUnreadable, CalibrationError.
         """
+        self._left.forget()
         try:
             await self._record()
         finally:

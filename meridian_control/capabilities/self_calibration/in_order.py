@@ -78,6 +78,10 @@ class InOrder:
             self._largest = max(self._largest, len(result.to_json()))
         self._let_through(request.traffic)
 
+    def running(self, owner: object) -> list[int]:
+        """Return the slots of an owner's recorded requests that run."""
+        return [*self._running.get(owner, ())]
+
     def forget(self, owner: object, goes_on: Callable[[int], bool]) -> None:
         """Drop the requests of an owner that are not recorded any more, and all that began after the first of them,
         because those that have ended are the short ones. goes_on: whether a running request, by its slot, goes on."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from meridian_control.capabilities.control_group.requests import shows_end
+from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Sample, name_of
 from meridian_control.common.table_columns import NATURAL_END
 from meridian_control.engine.part import UNREAD_PROBE, Part
@@ -15,7 +17,7 @@ from meridian_control.policy.effects import any_self_calibrates, self_calibrates
 from meridian_control.policy.shortening_kinds import kinds_for_request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from meridian.v1 import agent_pb2
 
@@ -28,6 +30,26 @@ if TYPE_CHECKING:
 MAX_SAMPLES = 2000
 
 
+class GoingOn(NamedTuple):
+    """A recorded request whose stream has ended: the stream's mark, and the request's probes."""
+
+    mark: object
+    samples: list[Sample]
+
+
+def any_lost(samples: Sequence[Sample]) -> bool:
+    """Whether a request has had probes beside these, so that the newest ones with one answer may be fewer than the
+    engine has counted. An agent of the first version does not count them."""
+    counts = [0, *(sample.same_answer for sample in samples)]
+    return any(later > 1 and later != before + 1 for before, later in pairwise(counts))
+
+
+def drop(in_order: InOrder, left: Iterable[GoingOn]) -> None:
+    """Record the requests of a stream that has ended no more, because the engine process has no other stream."""
+    for mark in {before.mark for before in left}:
+        in_order.forget(mark, lambda slot: False)
+
+
 class Recorder(Part):
     """The live requests of one engine that nothing shortens, and whose policy asks for self-calibration: the control
     group, and while nothing in force may shorten a request, all that are measured.
@@ -37,15 +59,30 @@ class Recorder(Part):
 
     def __init__(self, stream: Stream, in_order: InOrder) -> None:
         self._stream, self._table, self._in_order = stream, stream.table, in_order
-        # The stream's mark in `in_order`, which may keep it for long after the stream has ended.
+        # The mark in `in_order` of this stream and of those of the engine process before it, which `in_order` may keep
+        # for long after they have ended.
         self._mark = object()
         self._samples: dict[int, list[Sample]] = {}
+        # Slots of the requests that were recorded before the newest snapshot; and whether it has come.
+        self._before: set[int] = set()
+        self._is_listed = False
         # Slots of the requests that have begun since the last look for those to record.
         self._opened: list[int] = []
         # Samples whose results came with the report that is being taken in, by slot.
         self._new: list[tuple[int, Sample]] = []
-        # Whether the policy in force asks for self-calibration of some request.
-        self._is_asked = False
+        # Whether the policy in force asks for self-calibration of some request; None before a policy.
+        self._is_asked: bool | None = None
+
+    def expect(self, left: Mapping[int, GoingOn]) -> None:
+        """Take what the engine process's stream before has left."""
+        for slot, before in left.items():
+            self._mark, self._samples[slot] = before.mark, before.samples
+
+    def left(self) -> dict[int, GoingOn]:
+        """Return the recorded requests that run, by slot, for the engine process's next stream."""
+        left = {slot: GoingOn(self._mark, self._samples.get(slot, [])) for slot in self._in_order.running(self._mark)}
+        self._mark, self._samples = object(), {}
+        return left
 
     def policy_begins(self, revision: int, policy: Policy, now: object) -> None:
         self._is_asked = any_self_calibrates(policy)
@@ -53,18 +90,33 @@ class Recorder(Part):
             self._samples.clear()
 
     def policy_changed(self, now: object) -> None:
-        self._in_order.forget(self._mark, lambda slot: self._is_asked and self._is_meant(slot))
+        self._look_again()
 
     def snapshot_begins(self, snapshot: agent_pb2.Snapshot) -> None:
-        self._samples.clear()
         self._new.clear()
-        self._forget()
+        self._opened.clear()
+        self._before, self._is_listed = {*self._in_order.running(self._mark)}, False
 
     def snapshot_ends(self, now: object) -> None:
+        self._is_listed = True
+        self._look_again()
         self._begin()
 
+    def _look_again(self) -> None:
+        """Forget the requests that are not meant any more under the policy in force, or that the newest snapshot does
+        not list as those that they were."""
+        if self._is_asked is None or not self._is_listed:
+            return
+        goes_on = self._stream.parts.of(ControlGroup).goes_on
+        gone = {slot for slot in self._before if not goes_on(slot)}
+        self._in_order.forget(self._mark, lambda slot: slot not in gone and self._is_meant(slot))
+        running = {*self._in_order.running(self._mark)}
+        self._samples = {slot: samples for slot, samples in self._samples.items() if slot in running}
+        self._before.clear()
+
     def stream_ended(self, now: object, followed: bool) -> None:
-        self._forget()
+        self._opened.clear()
+        drop(self._in_order, self.left().values())
 
     def opened(self, slots: Sequence[int]) -> None:
         self._opened += slots
@@ -73,13 +125,9 @@ class Recorder(Part):
         """Begin to record the requests among those that have opened."""
         for slot in self._opened if self._is_asked else ():
             opened = self._table.info[slot]
-            if opened is not None and self._is_meant(slot):
+            if opened is not None and self._is_meant(slot) and not self._stream.parts.of(ControlGroup).goes_on(slot):
                 self._in_order.begin(self._mark, slot, self._stream.policies.who(opened).traffic)
         self._opened.clear()
-
-    def _forget(self) -> None:
-        self._opened.clear()
-        self._in_order.forget(self._mark, lambda slot: False)
 
     def probed(self, results: Sequence[ProbeResult]) -> None:
         for result in results if self._is_asked else ():
@@ -129,6 +177,8 @@ class Recorder(Part):
             return LeftOut.UNPROBED
         if len(samples) > MAX_SAMPLES:
             return LeftOut.MANY
+        if any_lost(samples):
+            return LeftOut.LOST
         if not shows_end(samples[-1].think_tokens, natural):
             return LeftOut.FAR
         return Episode(name_of(opened.request_id), natural, tuple(samples))

@@ -49,17 +49,26 @@ class Engine(Stream):
     def end_stream(self) -> None:
         self.fleet.leave(self.connection, "disconnected")
 
-    def connect(self, under: Policy = HALF, *, policy_first: bool = False, **fields: Any) -> None:
-        """Begin another stream. policy_first: whether the agent confirms the policy before it sends its snapshot."""
+    def connect(
+        self, under: Policy | None = None, *, policy_first: bool = False, between: int = 0, **fields: Any
+    ) -> None:
+        """Begin another stream. under: its policy, HALF if absent. policy_first: whether the agent confirms that before
+        it sends its snapshot. between: steps that it makes between its snapshot and the confirmation."""
         self.connection = self.fleet.join(hello(**fields))
         self.session, self.agent.checker, self.agent.outbox = self.connection.session, StreamChecker(), []
         self.agent.engine.directives.new_stream()
         self.agent.receive(agent_pb2.ConnectResponse(welcome=agent_pb2.Welcome(session_id="t")))
         if policy_first:
-            self.apply(under)
-        self.agent.say(snapshot=self.agent.snapshot())
+            self.apply(under or HALF)
+        self.revision += not policy_first
         if not policy_first:
-            self.apply(under)
+            self.deliver(self.session.on_policy(self.revision, under or HALF))
+        confirmed = self.agent.heard()
+        self.agent.say(snapshot=self.agent.snapshot())
+        for _ in range(between):
+            self.agent.step()
+        self.pump()
+        self.agent.outbox = confirmed
         self.pump()
 
     @property
@@ -171,6 +180,16 @@ def test_requests_do_not_count_of_which_it_is_not_known_what_governed_them(happe
     made.end_stream()
     made.connect()
     assert another_ends(made) == [0, 1]
+
+
+@pytest.mark.parametrize(("steps", "is_known"), [(3, True), (THINK - 18, False)])
+def test_thinking_that_ends_before_the_policy_is_in_force_is_not_counted(steps: int, is_known: bool) -> None:
+    made = two_requests(20)
+    made.end_stream()
+    made.connect(between=steps)
+    made.step(THINK + ANSWER)
+    assert made.arms == ([(1, THINK)] * 2 if is_known else [(0, 0)] * 2)
+    assert another_ends(made) == [int(is_known), 1 + is_known]
 
 
 @pytest.mark.parametrize("in_one_stream", [False, True])

@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import gc
 import weakref
-from datetime import UTC, datetime
+from collections import deque
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from meridian_control.capabilities.listed import STREAM_PARTS
-from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, name_of
+from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut, Sample, name_of
+from meridian_control.capabilities.self_calibration.fleet import SelfCalibration
 from meridian_control.capabilities.self_calibration.in_order import InOrder
-from meridian_control.capabilities.self_calibration.stream import Recorder
+from meridian_control.capabilities.self_calibration.stream import Recorder, any_lost
 from meridian_control.common.slices import at_once
+from meridian_control.fleet import left_behind
 from meridian_control.policy.model import Who
 from tests.fakes.tables import policy
 from tests.unit import sessions
+from tests.unit.control.capabilities.control_group.test_going_on import BREAKS, Engine
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED
-from tests.unit.sessions import EARLY, Stream, reconnected, stream
+from tests.unit.sessions import EARLY, Stream, freezes, reconnected, stream, thaws
 
 if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
@@ -209,7 +213,7 @@ def test_same_rules_go_on_counting(found: list[tuple[str, Episode]]) -> None:
     assert [episode.name for _, episode in found] == [name_of(CONTROL), name_of(TREATED)]
 
 
-@pytest.mark.parametrize("event", ["a rule", "a snapshot", "a reconnect", "an end"])
+@pytest.mark.parametrize("event", ["a rule", "a reconnect", "an end"])
 def test_short_requests_go_with_a_long_one_that_no_longer_counts(found: list[tuple[str, Episode]], event: str) -> None:
     made = stream(all_measured())
     made.open(TREATED, think=80, answer=3)
@@ -219,12 +223,157 @@ def test_short_requests_go_with_a_long_one_that_no_longer_counts(found: list[tup
     if event == "a rule":
         made.apply(all_measured(**IN_FORCE))
         made.apply(all_measured())
-    elif event == "a snapshot":
-        made.agent.say(snapshot=made.agent.snapshot())
-        made.pump()
     else:
         at_once(made.session.closing(made.now, followed=event == "a reconnect"))
     if event == "a reconnect":
         made = reconnected(made, all_measured())
     made.step(40)
     assert not found
+
+
+# ------------------------------------------------------------------------------------------------- over several streams
+
+
+def long_and_short(steps: int) -> Engine:
+    """Begin a long request and then a short one, and make some steps."""
+    made = Engine()
+    made.apply(all_measured())
+    for name, think in ((TREATED, 80), (CONTROL, 40)):
+        made.open(name, think=think, answer=10)
+        made.step()
+    made.step(steps)
+    return made
+
+
+def episodes(made: Engine) -> list[Episode]:
+    return [Episode.from_json(text) for _, text in made.fleet.part(SelfCalibration)._new]
+
+
+def recorded(made: Engine) -> list[tuple[str, int]]:
+    """Return the name and the thinking tokens of each request that is recorded."""
+    return [(episode.name, episode.natural_tokens) for episode in episodes(made)]
+
+
+BOTH = [(name_of(TREATED), 80), (name_of(CONTROL), 40)]
+
+
+@pytest.mark.parametrize("policy_first", [False, True])
+# One of them thinks, has ended its thinking, has closed; and the streams of the process after the first one.
+@pytest.mark.parametrize(("steps", "streams"), [(1, 1), (20, 3), (42, 1), (60, 1), (84, 1)])
+def test_requests_are_recorded_whole_although_their_stream_ends(steps: int, streams: int, policy_first: bool) -> None:
+    made, whole = long_and_short(steps), long_and_short(steps)
+    for _ in range(streams):
+        made.end_stream()
+        made.connect(all_measured(), policy_first=policy_first)
+        made.step()
+        whole.step()
+    assert not recorded(made)
+    for each in (made, whole):
+        each.step(100)
+    assert recorded(made) == recorded(whole) == BOTH
+    for broken, unbroken in zip(episodes(made), episodes(whole), strict=True):
+        # A new stream asks for a probe at once.
+        assert len(unbroken.samples) <= len(broken.samples) <= len(unbroken.samples) + streams
+        counts = [sample.same_answer for sample in broken.samples]
+        assert counts == list(range(1, len(counts) + 1))
+
+
+@pytest.mark.parametrize("happened", [*BREAKS, "other rules", "it is not asked for", "a freeze"])
+def test_requests_that_do_not_go_on_take_those_behind_them_along(happened: str) -> None:
+    made = long_and_short(20)
+    if happened == "a freeze":
+        freezes(made)
+        thaws(made)
+    else:
+        made.end_stream()
+        if happened in BREAKS:
+            BREAKS[happened](made)
+        if made.connection not in made.fleet.connections:
+            made.connect({"other rules": all_measured(**IN_FORCE), "it is not asked for": policy()}.get(happened))
+    made.apply(all_measured())
+    made.step(120)
+    assert not recorded(made)
+    made.end_stream()
+    made.now += timedelta(seconds=left_behind.KEPT_S + 1)
+    made.connect(all_measured(), incarnation="3")
+    made.open("2", think=30, answer=3)
+    made.step(50)
+    assert recorded(made) == [(name_of("2"), 30)]
+
+
+async def test_requests_of_an_engine_that_does_not_come_back_keep_none_waiting() -> None:
+    made = long_and_short(20)
+    made.end_stream()
+    made.agent.engine.live.clear()
+    made.connect(all_measured(), engine_id="another")
+    made.open("2", think=30, answer=3)
+    made.step(50)
+    assert not recorded(made)
+    made.now += timedelta(seconds=left_behind.KEPT_S)
+    await made.fleet.part(SelfCalibration).tick()
+    assert recorded(made) == [(name_of("2"), 30)]
+
+
+def free_slots(made: Engine) -> None:
+    """Let the engine's requests end unseen, so that their slots are the next ones."""
+    for name in [*made.agent.engine.live]:
+        made.agent.abort(name)
+    made.agent.step()
+    tracker = made.agent.engine.tracker
+    tracker._free, tracker._resting = sorted(tracker._resting), deque()
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_request_in_the_slot_of_one_that_was_recorded_is_another_one(is_listed: bool) -> None:
+    """is_listed: whether the snapshot lists it."""
+    made = long_and_short(20)
+    made.end_stream()
+    free_slots(made)
+    if is_listed:
+        assert made.open("2", think=30, answer=3) == 0
+    made.connect(all_measured())
+    if not is_listed:
+        assert made.open("2", think=30, answer=3) == 0
+    made.step(60)
+    assert recorded(made) == [(name_of("2"), 30)]
+    places = [sample.think_tokens for sample in episodes(made)[0].samples]
+    assert places == sorted(places)
+
+
+def test_a_request_in_the_slot_of_one_that_went_on_is_recorded_under_a_policy_with_the_same_rules() -> None:
+    made = long_and_short(20)
+    made.end_stream()
+    made.connect(all_measured())
+    made.step(100)
+    free_slots(made)
+    assert made.open("2", think=30, answer=3) == 0
+    made.step(10)
+    made.apply(all_measured())
+    made.step(60)
+    assert recorded(made) == [*BOTH, (name_of("2"), 30)]
+
+
+def test_a_request_whose_probes_were_lost_is_left_out() -> None:
+    """It is not known which answers the lost ones had. Of the other request none were under way."""
+    made = long_and_short(20)
+    for _ in range(6):
+        made.agent.step()
+    made.agent.outbox = []
+    made.agent.say(snapshot=made.agent.snapshot())
+    made.step(100)
+    assert recorded(made) == BOTH[:1]
+    (seen,) = made.fleet.part(SelfCalibration)._seen.values()
+    assert seen == {None: 1, LeftOut.LOST: 1}
+
+
+def test_counts_of_equal_answers_tell_whether_probes_were_lost() -> None:
+    def lost(*counts: int) -> bool:
+        return any_lost([Sample(0, 0, 0.0, 0, count, False, True, False) for count in counts])
+
+    assert not lost()
+    assert not lost(1, 2, 3, 1, 1, 2)
+    assert not lost(0, 0, 0)
+    assert lost(2)
+    assert lost(1, 3)
+    assert lost(1, 2, 2)
+    assert lost(3, 2)
