@@ -209,9 +209,11 @@ class Intake:
 
     def _add_tokens(self, report: agent_pb2.StepReport, now_ms: float) -> None:
         self._totals.token_events += self._table.add_tokens(report.tokens, now_ms - ages_ms(report))
-        rows, intervals = self._table.history.rows, self._table.intervals
-        self._totals.thinking_tokens += int(np.count_nonzero(rows.thinking))
-        self._totals.answer_tokens += int(np.count_nonzero(rows.answering))
+        totals, intervals = self._totals, self._table.intervals
+        # A marker of several tokens takes back tokens that were counted as text, perhaps some from before the stream.
+        thinking, answer, *_ = self._table.history.counts[-1].tolist()
+        totals.thinking_tokens = max(0, totals.thinking_tokens + thinking)
+        totals.answer_tokens = max(0, totals.answer_tokens + answer)
         if len(intervals.row):
             self._totals.output_itl.add(intervals.output_itl_ms / 1e3)
             if any_in(intervals.previous == THINK_END):

@@ -62,8 +62,9 @@ class _Counted:
         """Return the values of a point about so many seconds."""
         forced = self.ends.total() - self.ends[NATURAL]
         return {
-            "think_tokens_per_s": self.thinking_tokens / seconds,
-            "answer_tokens_per_s": self.answer_tokens / seconds,
+            # A marker may take back more tokens than came since the look before.
+            "think_tokens_per_s": max(0, self.thinking_tokens) / seconds,
+            "answer_tokens_per_s": max(0, self.answer_tokens) / seconds,
             "ttot_p99_ms": _p99_ms(self.ttot),
             "itl_p99_ms": _p99_ms(self.output_itl),
             "ends": {spelled(name): count for name, count in self.ends.items()},

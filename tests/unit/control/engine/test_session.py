@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
+from meridian_agent.core.phases import Markers, begin
 from meridian_control.common.histogram import TIME_BOUNDS_S
 from meridian_control.common.slices import at_once
 from meridian_control.engine.request_table import THINK
@@ -547,6 +548,27 @@ def test_what_is_shown() -> None:
     assert (a.tenant, a.slo_class, a.preempted, b.preempted) == ("tenant", "slo", False, True)
     assert math.isnan(b.rpdi)
     assert a.last_decision.kind in {"cap", "tier"}
+
+
+def test_tokens_that_a_marker_takes_back_count_as_neither_thinking_nor_answer() -> None:
+    made, markers = stream(policy()), Markers(((1, 11),), ((2, 12, 22),))
+
+    def reports(slot: int, sampled: list[int], before: tuple[int, ...] = ()) -> tuple[int, int]:
+        """Report the tokens of a request, one each time, that had others before the stream; return its counts."""
+        state = begin(markers, [1, 11], supports_think_disable=False)
+        for token in before:
+            state.feed(token, markers)
+        opened = agent_pb2.RequestOpened(slot=slot, request_id=f"r{slot}", phase=THINK, think_tokens=state.think_tokens)
+        made.say(opened=[opened])
+        for token in sampled:
+            made.say(tokens=tokens([(slot, *state.feed(token, markers), math.nan)]))
+        return state.think_tokens, state.output_tokens
+
+    assert reports(0, [22], before=(TEXT, 2, 12)) == (1, 0)
+    assert engine_view(made.session).thinking_tokens == 0, "what is taken back did not come on this stream"
+    counted = reports(1, [TEXT, 2, TEXT, 2, 12, 22, TEXT, 1, TEXT, 1, 11, TEXT])
+    engine = engine_view(made.session)
+    assert (engine.thinking_tokens, engine.answer_tokens) == counted == (4, 3)
 
 
 def test_a_request_in_the_place_of_another_is_not_shown_with_its_signals() -> None:

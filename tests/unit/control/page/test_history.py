@@ -81,9 +81,10 @@ BEFORE = engine(thinking_tokens=100, ttot={0.005: 5}, agent_s=3.0)
         ([BEFORE], 0, None),
         ([engine(thinking_tokens=30, ttot={0.1: 10}, agent_s=4.0, since_s=2)], 30, 100),
         ([BEFORE, engine("found", thinking_tokens=10**6, ttot={0.1: 10})], 0, None),
+        ([engine(thinking_tokens=98, ttot={0.005: 5})], 0, None),
         ([engine("b", thinking_tokens=30, ttot={0.1: 10}, since_s=2)], 30, 100),
     ],
-    ids=["gone", "the same", "connected again", "connected long ago", "another"],
+    ids=["gone", "the same", "connected again", "connected long ago", "taken back by a marker", "another"],
 )
 def test_counters_begin_with_each_connection(later: list[fleet_pb2.Engine], tokens: int, ttot_ms: float | None) -> None:
     _, point = noted([BEFORE], later)
