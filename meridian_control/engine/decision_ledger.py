@@ -216,9 +216,17 @@ class Ledger:
         if self._journal is not None:
             self._journal.settled(settled)
 
+    def _is_own_cap(self, decision: Decision) -> bool:
+        """Whether a cap ends thinking where the request's own does, which is in force also if the policy's is not."""
+        info = self._table.info[decision.slot] if decision.slot is not None and self.concerns(decision) else None
+        own = info.max_think_tokens if info is not None else None
+        return own is not None and own <= decision.cap_tokens
+
     def _carried_out(self, decision: Decision, shadowed: bool, think_tokens: int) -> None:
         # A cap in shadow that is reached before its number of tokens is reached by its answer reserve.
         by_reserve = shadowed and think_tokens < decision.cap_tokens
+        if shadowed and decision.kind == "cap" and not by_reserve and self._is_own_cap(decision):
+            return
         reason = ANSWER_RESERVE if by_reserve else decision.reason
         if shadowed:
             self._totals.ends[f"{reason}_shadowed"] += 1

@@ -17,7 +17,7 @@ from meridian_control.common.masks import any_in
 from meridian_control.common.opened_request import MAX_SLOTS, is_new, is_under_way
 from meridian_control.common.report_bounds import is_measured
 from meridian_control.common.slices import SLICE_ROWS
-from meridian_control.common.table_columns import NO_CAP, THINK_END
+from meridian_control.common.table_columns import THINK_END
 from meridian_control.engine import moments
 from meridian_control.engine.history import Unsampled
 from meridian_control.engine.merged_steps import ages_ms, step_of, step_of_rows
@@ -286,7 +286,7 @@ class Intake:
     def _compare(self, ended: list[tuple[int, int]]) -> None:
         """Compare the rules in shadow with thinking that ended. ended: slot and thinking tokens of each end."""
         for slot, think_tokens in ended if self._policies.policy is not None else ():
-            cap = int(self._table.max_think_tokens[slot]) if self._table.cap_shadow[slot] else NO_CAP
+            cap = self._table.shadow_cap(slot)
             policy, measured = self._policies.compared(slot), not self._table.unmeasured[slot]
             for (section, reason), saved in self._shadow.ended(
                 slot, think_tokens, policy, cap, measured=measured

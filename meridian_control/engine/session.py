@@ -177,6 +177,11 @@ class Session:
         in_force = [(self.acked_revision, self.policy)] if self.policy is not None else []
         return in_force + ([self.delivery.pending] if self.delivery.pending is not None else [])
 
+    def cap_in_force(self, slot: int) -> int:
+        """Return the cap, in thinking tokens, that the agent enforces for a live request; 0 for none."""
+        is_stock = self.hello.fault or self.frozen or not self._stream.ends_thinking
+        return 0 if is_stock else max(0, self.table.cap_in_force(slot))
+
     def part(self, kind: type[AnyPart]) -> AnyPart:
         """Return the part of this class in the stream, for the part of the same capability over all engines. Raises
         LookupError if the stream has none."""

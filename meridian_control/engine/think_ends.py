@@ -14,7 +14,7 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import reason_name
-from meridian_control.common.table_columns import FORCED_END, NATURAL_END
+from meridian_control.common.table_columns import FORCED_END, NATURAL_END, NO_CAP
 from meridian_control.engine.request_table import THINK
 from meridian_control.engine.token_rows import FLAG_BY_CAP, FLAG_BY_RESERVE, FLAG_END, FLAG_FORCED, columns_of
 
@@ -64,8 +64,8 @@ class ThinkEnds:
         if table.end_decided[slot] == agent_pb2.FORCE_REASON_EXTENSION and slot in self._ledger.forces:
             # Only a decision of this stream names the capability.
             reason = self._ledger.forces[slot].reason
-        if table.max_think_tokens[slot] >= 0 and not table.cap_shadow[slot]:
-            self._totals.below_cap[reason] += max(0, int(table.max_think_tokens[slot]) - think_tokens)
+        if (cap := table.cap_in_force(slot)) != NO_CAP:
+            self._totals.below_cap[reason] += max(0, cap - think_tokens)
         return reason
 
     def count_answer(self, closed: agent_pb2.RequestClosed) -> None:

@@ -212,7 +212,7 @@ def _request(session: Session, slot: int, info: OpenedRequest, ratio: float) -> 
         eat_ema_variance=table.eat_ema_variance[slot],
         rank=max(0, int(table.rank[slot])),
         tier=int(table.tier[slot]),  # type: ignore[arg-type]
-        max_think_tokens=max(0, int(table.max_think_tokens[slot])),
+        max_think_tokens=session.cap_in_force(slot),
     )
     if decision := session.last_decision.get(slot):
         view.last_decision.decision_id, view.last_decision.kind = decision.decision_id, decision.kind

@@ -550,6 +550,41 @@ def test_what_is_shown() -> None:
     assert a.last_decision.kind in {"cap", "tier"}
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "own_cap", "shown"),
+    [
+        ({}, None, 900),
+        ({}, 50, 50),
+        ({"shadow": True}, None, 0),
+        ({"shadow": True}, 5000, 5000),
+        ({"enabled": False}, None, 0),
+        ({"enabled": False}, 50, 50),
+    ],
+)
+def test_the_cap_that_is_shown_is_the_one_in_force(scheduler: dict[str, Any], own_cap: int | None, shown: int) -> None:
+    made = stream(policy(scheduler={"max_think_tokens": 900, **scheduler}))
+    made.open("a", own_cap=own_cap)
+    made.step()
+
+    def cap() -> int:
+        (live,) = each_request_view(made.session)
+        return live.max_think_tokens
+
+    assert cap() == shown
+    freezes(made)
+    assert cap() == 0, "a freeze suspends all caps"
+    thaws(made)
+    made.step()
+    assert cap() == shown
+
+
+def test_an_engine_that_knows_no_thinking_has_no_cap() -> None:
+    made = stream(policy(scheduler={"max_think_tokens": 900}), hello_fields={"unknown_markers": "no parser"})
+    made.open("a", own_cap=50)
+    made.step()
+    assert [live.max_think_tokens for live in each_request_view(made.session)] == [0]
+
+
 def test_tokens_that_a_marker_takes_back_count_as_neither_thinking_nor_answer() -> None:
     made, markers = stream(policy()), Markers(((1, 11),), ((2, 12, 22),))
 

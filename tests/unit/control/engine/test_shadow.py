@@ -17,7 +17,7 @@ from tests.fakes.agent import FakeAgent, hello
 from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy
 from tests.fakes.tables import tokens as columns
-from tests.unit.sessions import CALIBRATED, EARLY, Stream, each_token_ends_a_sentence, stream
+from tests.unit.sessions import CALIBRATED, EARLY, Stream, each_token_ends_a_sentence, freezes, stream
 
 SHADOWED = policy(scheduler={"shadow": True}, entropy={"shadow": True})
 NO_CAP = -1
@@ -158,6 +158,21 @@ def test_a_cap_in_shadow_that_a_budget_in_force_changes(stages: dict[int, int], 
     made.thinks_under(stages, think=200, answer=5)
     expected = (1, 200, 0, 0, 0) if would_end_at is None else (1, 200, 1, would_end_at, 200 - would_end_at)
     assert told(made.session.shadow)["scheduler", ""] == expected
+
+
+def test_a_requests_own_cap_is_no_rule_in_shadow() -> None:
+    """It ends thinking although the policy's cap is in shadow, unless a freeze suspends it."""
+    made = stream(policy(scheduler={"shadow": True, "max_think_tokens": 20}))
+    for name, own in (("own", 7), ("same", 20), ("policy's", None), ("larger", 30)):
+        made.open(name, think=40, own_cap=own)
+    made.step(45)
+    assert made.session.totals.ends == {"hard_cap": 3, "natural": 1, "hard_cap_shadowed": 2}
+    assert told(made.session.shadow)["scheduler", "hard_cap"] == (4, 97, 2, 40, 30)
+    slot = made.open("frozen", own_cap=7)
+    made.step(3)
+    freezes(made)
+    made.say(tokens=columns([(slot, THINK, 0, 1.0)] * 37 + [(slot, THINK, FLAG_MARKER | FLAG_END, 1.0)]))
+    assert told(made.session.shadow)["scheduler", "hard_cap"] == (5, 137, 2, 40, 30)
 
 
 def test_what_is_aborted_is_not_compared_and_what_ends_while_thinking_is() -> None:

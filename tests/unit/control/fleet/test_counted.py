@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -64,13 +64,33 @@ def test_what_is_counted(first: Policy, acts: tuple[Act, ...]) -> None:
     play(stream(first), *acts)
 
 
-def test_thinking_tokens_left_to_the_cap() -> None:
-    made = stream(policy(scheduler=CAPPED, entropy=CALIBRATED))
-    slot = made.open("a")
+@pytest.mark.parametrize(
+    ("scheduler", "own_cap", "cap"),
+    [
+        (CAPPED, None, 600),
+        (CAPPED, 300, 300),
+        (CAPPED | {"shadow": True}, 300, 300),
+        (CAPPED | {"shadow": True}, None, None),
+        (CAPPED | {"enabled": False}, 300, 300),
+    ],
+    ids=[
+        "the policy's",
+        "the request's own",
+        "its own, the policy's in shadow",
+        "in shadow",
+        "its own, the policy's off",
+    ],
+)
+def test_thinking_tokens_left_to_the_cap_in_force(
+    scheduler: dict[str, Any], own_cap: int | None, cap: int | None
+) -> None:
+    """The agent counts the same tokens for vLLM's metrics."""
+    made = stream(policy(scheduler=scheduler, entropy=CALIBRATED))
+    slot = made.open("a", own_cap=own_cap)
     made.step(20)
-    ended = int(made.session.table.think_tokens[slot])
+    left = cap - int(made.session.table.think_tokens[slot]) if cap is not None else 0
     assert made.session.totals.ends == {"eat": 1}
-    assert made.session.totals.below_cap == {"eat": 600 - ended}
+    assert made.session.totals.below_cap["eat"] == left == made.agent.engine.tracker.saved_tokens
 
 
 def test_the_age_of_a_decision_when_it_was_applied() -> None:
