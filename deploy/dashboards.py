@@ -106,6 +106,12 @@ def quantiles(metric: str) -> list[tuple[str, str]]:
     return [(f"histogram_quantile({q}, {rate})", f"p{round(100 * q)}") for q in (0.5, 0.95, 0.99)]
 
 
+def once(metric: str, *labels: str, where: str = "") -> str:
+    """Return a query for an engine's gauge by engine and labels, once for an engine that has just moved, which two
+    replicas export for a scrape."""
+    return f"max by ({', '.join(('engine', *labels))}) ({metric}{{{where}}})".replace("{}", "")
+
+
 def states(where: str = "") -> str:
     """Return a query that counts engines by the state of their agent. An engine that has moved to another replica is
     still stale at the replica that it left, so the state ready takes precedence."""
@@ -219,7 +225,8 @@ def per(metric: str, of: str, where: str = "") -> str:
 
 ARM_REQUESTS, EVENTS = "meridian_arm_requests_total", "meridian_arm_events_total"
 ANSWERS = f'sum by (arm) (increase({EVENTS}{{event="answered"}}[6h]))'
-COMPARED_ENDS = 'sum by (end) (increase(meridian_compared_ends_total{{event="{}"}}[6h]))'
+# A request of the control group counts for each kind that would have ended its thinking.
+COMPARED_ENDS = 'sum by (kind, name, end) (increase(meridian_compared_ends_total{{event="{}"}}[6h]))'
 CONTROL_GROUP = [
     panel(
         "Thinking saved, against the control group",
@@ -259,23 +266,38 @@ CONTROL_GROUP = [
         "After forced and natural ends of thinking",
         "percentunit",
         *(
-            (f"{COMPARED_ENDS.format(event)} / {COMPARED_ENDS.format('ended')}", f"{{{{end}}}} {event}")
+            (
+                f"{COMPARED_ENDS.format(event)} / {COMPARED_ENDS.format('ended')}",
+                f"{{{{kind}}}} {{{{name}}}} {{{{end}}}}: {event}",
+            )
             for event in ("reentry", "empty", "abort")
         ),
-        text="Share of the requests over 6 hours.",
+        text="Share of the requests over 6 hours, by kind of shortening.",
     ),
 ]
 
+
+def running(phase: str) -> str:
+    """Return a query for the live requests in a phase that are not preempted, as `meridianctl status` counts them."""
+    where = f'phase="{phase}",state!="preempted"'
+    return f"sum({once('meridian_engine_requests', 'state', where=where)}) or vector(0)"
+
+
 GLANCE = [
-    stat("Engines connected", "none", "count(max by (engine) (meridian_engine_info))"),
-    stat("Thinking now", "none", 'sum(meridian_engine_requests{phase="think"}) or vector(0)', "think"),
-    stat("Answering now", "none", 'sum(meridian_engine_requests{phase="output"}) or vector(0)', "output"),
+    # Engines without series of their own, which only very large replicas have, are in meridian_engines.
+    stat(
+        "Engines connected",
+        "none",
+        f"(count({once('meridian_engine_info')}) + sum(meridian_engines_without_series)) or sum(meridian_engines)",
+    ),
+    stat("Thinking now", "none", running("think"), "think"),
+    stat("Answering now", "none", running("output"), "output"),
     stat("Thinking saved", "percentunit", 'max(meridian_saved_ratio{bound="value"})'),
     stat("Harm, at most", "percentunit", 'max(meridian_harm_ratio{bound="high"})'),
     stat("First answer token, P99", "s", quantiles("meridian_ttot_seconds")[-1][0]),
     stat("Answer's gaps, P99", "s", quantiles("meridian_output_itl_seconds")[-1][0]),
-    stat("Engines frozen", "none", "sum(max by (engine) (meridian_engine_frozen)) or vector(0)"),
-    stat("Engines that refuse", "none", "sum(max by (engine) (meridian_engine_refused)) or vector(0)"),
+    stat("Engines frozen", "none", f"sum({once('meridian_engine_frozen')}) or vector(0)"),
+    stat("Engines that refuse", "none", f"sum({once('meridian_engine_refused')}) or vector(0)"),
     stat("Agent, share of a core", "percentunit", "avg(sum by (engine) (rate(meridian_agent_seconds_total[5m])))"),
 ]
 
@@ -307,15 +329,20 @@ FLEET = {
         panel(
             "Requests",
             "short",
-            ("sum(meridian_engine_running_requests)", "running"),
-            ("sum(meridian_engine_waiting_requests)", "waiting"),
+            (f"sum({once('meridian_engine_running_requests')})", "running"),
+            (f"sum({once('meridian_engine_waiting_requests')})", "waiting"),
         ),
-        panel("Requests by phase", "short", ("sum by (phase) (meridian_engine_requests)", "{{phase}}"), stacked=True),
+        panel(
+            "Requests by phase",
+            "short",
+            (f"sum by (phase) ({once('meridian_engine_requests', 'phase', 'state')})", "{{phase}}"),
+            stacked=True,
+        ),
         panel(
             "KV cache in use",
             "percentunit",
             ("max(meridian_engine_kv_used_ratio)", "highest"),
-            ("avg(meridian_engine_kv_used_ratio)", "mean"),
+            (f"avg({once('meridian_engine_kv_used_ratio')})", "mean"),
         ),
         panel("Preemptions", "reqps", by("meridian_preemptions_total", "phase")),
         panel("Thinking tokens per request", "short", *quantiles("meridian_request_think_tokens")),
@@ -345,7 +372,13 @@ FLEET = {
             "Forced ends, decided and applied",
             "reqps",
             (total("meridian_decisions_total", "reason", where=FORCES), "{{reason}} decided"),
-            (total("meridian_outcomes_total", "reason", where=FORCES + ',outcome="applied"'), "{{reason}} applied"),
+            *(
+                (
+                    total("meridian_outcomes_total", "reason", where=f'{FORCES},outcome="{outcome}"'),
+                    f"{{{{reason}}}} {outcome}",
+                )
+                for outcome in ("applied", "shadowed")
+            ),
         ),
         panel(
             "Tokens saved, against the cap",
@@ -403,7 +436,7 @@ PER = "{{engine}}"
 
 
 def gauge(metric: str) -> tuple[str, str]:
-    return f"max by (engine) ({metric}{{{ONE}}})", PER
+    return once(metric, where=ONE), PER
 
 
 def rate(metric: str) -> tuple[str, str]:
@@ -443,7 +476,10 @@ ENGINE = {
         panel(
             "Requests by phase",
             "short",
-            (f"sum by (engine, phase) (meridian_engine_requests{{{ONE}}})", "{{engine}} {{phase}}"),
+            (
+                f"sum by (engine, phase) ({once('meridian_engine_requests', 'phase', 'state', where=ONE)})",
+                "{{engine}} {{phase}}",
+            ),
         ),
         panel("KV cache in use", "percentunit", gauge("meridian_engine_kv_used_ratio")),
         panel("Step", "s", gauge("meridian_engine_step_seconds")),
@@ -509,20 +545,23 @@ ROLLOUT = {
         panel(
             "Engines by revision applied",
             "short",
-            ('count_values("revision", max by (engine) (meridian_engine_revision))', "{{revision}}"),
+            (f'count_values("revision", {once("meridian_engine_revision")})', "{{revision}}"),
             stacked=True,
         ),
         panel(
             "Engines by revision wanted",
             "short",
-            ('count_values("revision", max by (engine) (meridian_engine_wanted_revision))', "{{revision}}"),
+            (f'count_values("revision", {once("meridian_engine_wanted_revision")})', "{{revision}}"),
             stacked=True,
         ),
         panel(
             "Engines that are behind",
             "short",
-            ("count(meridian_engine_wanted_revision != meridian_engine_revision) or vector(0)", "behind"),
-            ("sum(meridian_engine_refused)", "refuse the policy"),
+            (
+                f"count({once('meridian_engine_wanted_revision')} != {once('meridian_engine_revision')}) or vector(0)",
+                "behind",
+            ),
+            (f"sum({once('meridian_engine_refused')})", "refuse the policy"),
         ),
         panel("Policies refused", "ops", (total("meridian_policy_nacks_total"), "refused")),
         panel("Revision in force, by replica", "none", ("meridian_policy_revision", "{{instance}}")),
@@ -530,7 +569,8 @@ ROLLOUT = {
             "Engines by version",
             "short",
             (
-                "count by (vllm_version, agent_version) (meridian_engine_info)",
+                "count by (vllm_version, agent_version) "
+                f"({once('meridian_engine_info', 'vllm_version', 'agent_version')})",
                 "vLLM {{vllm_version}}, agent {{agent_version}}",
             ),
             stacked=True,

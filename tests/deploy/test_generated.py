@@ -123,6 +123,108 @@ def test_the_alerts_in_promtool() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+# An engine that is at two replicas for a scrape, because it has just moved, and one that has not. Each has three
+# requests that think, one of them preempted, and one that answers.
+MOVING: dict[str, float] = {
+    f"{name},{where}{more}": value
+    for where in ('engine="moves",instance="a"', 'engine="moves",instance="b"', 'engine="stays",instance="b"')
+    for name, more, value in (
+        ("meridian_engine_info", ',model="m",vllm_version="1",agent_version="2"', 1),
+        ("meridian_engine_requests", ',phase="think",state="generating"', 2),
+        ("meridian_engine_requests", ',phase="think",state="preempted"', 1),
+        ("meridian_engine_requests", ',phase="output",state="generating"', 1),
+        ("meridian_engine_running_requests", "", 4),
+        ("meridian_engine_waiting_requests", "", 5),
+        ("meridian_engine_kv_used_ratio", "", 0.75 if "moves" in where else 0.25),
+        ("meridian_engine_revision", "", 7),
+        ("meridian_engine_wanted_revision", "", 8 if "moves" in where else 7),
+        ("meridian_engine_refused", "", int("moves" in where)),
+    )
+}
+REPLICAS: dict[str, float] = {
+    'meridian_engines_without_series,instance="a"': 0,
+    'meridian_engines_without_series,instance="b"': 3,
+    'meridian_engines,instance="a"': 1,
+    'meridian_engines,instance="b"': 2,
+}
+IDLE: dict[str, float] = {'meridian_engines_without_series,instance="a"': 0, 'meridian_engines,instance="a"': 0}
+SHOWN: dict[str, tuple[str, dict[str, float], dict[str, dict[str, float]]]] = {
+    "an engine moves": (
+        "fleet",
+        MOVING | REPLICAS,
+        {
+            "Engines connected": {"{}": 5},
+            "Thinking now": {"{}": 4},
+            "Answering now": {"{}": 2},
+            "Requests A": {"{}": 8},
+            "Requests B": {"{}": 10},
+            "Requests by phase": {'{phase="think"}': 6, '{phase="output"}': 2},
+            "KV cache in use B": {"{}": 0.5},
+        },
+    ),
+    "an engine moves, revisions": (
+        "rollout",
+        MOVING,
+        {
+            "Engines by revision applied": {'{revision="7"}': 2},
+            "Engines by revision wanted": {'{revision="7"}': 1, '{revision="8"}': 1},
+            "Engines that are behind A": {"{}": 1},
+            "Engines that are behind B": {"{}": 1},
+            "Engines by version": {'{vllm_version="1",agent_version="2"}': 2},
+        },
+    ),
+    "no engine": ("fleet", IDLE, {"Engines connected": {"{}": 0}, "Thinking now": {"{}": 0}}),
+    "two kinds of shortening": (
+        "fleet",
+        {
+            f'meridian_compared_ends_total,kind="{kind}",name="",end="natural",event="{event}"': per_minute
+            for kind, ends, reentries in (("cap", 90, 9), ("entropy", 10, 5))
+            for event, per_minute in (("ended", ends), ("reentry", reentries))
+        },
+        {
+            "After forced and natural ends of thinking A": {
+                '{kind="cap",end="natural"}': 0.1,
+                '{kind="entropy",end="natural"}': 0.5,
+            }
+        },
+    ),
+}
+
+
+@PROMTOOL.mark
+@pytest.mark.parametrize(("dashboard", "given", "shown"), list(SHOWN.values()), ids=list(SHOWN))
+def test_what_panels_show(
+    tmp_path: Path, dashboard: str, given: dict[str, float], shown: dict[str, dict[str, float]]
+) -> None:
+    """given: the series of gauges with their value, and of counters with their growth in a minute. shown: the value of
+    each line by panel, with the query if the panel has several."""
+    series = []
+    for selected, value in given.items():
+        name, _, labels = selected.partition(",")
+        values = f"0+{value}x10" if name.endswith("_total") else f"{value}x10"
+        series.append({"series": f"{name}{{{labels}}}", "values": values})
+    queries = {
+        name: target["expr"]
+        for panel in DASHBOARDS[dashboard]["panels"]
+        for target in panel.get("targets", ())
+        for name in (panel["title"], f"{panel['title']} {target['refId']}")
+    }
+    expressions = [
+        {
+            "expr": queries[name],
+            "eval_time": "10m",
+            "exp_samples": [{"labels": labels, "value": value} for labels, value in lines.items()],
+        }
+        for name, lines in shown.items()
+    ]
+    file = tmp_path / "panels.yaml"
+    file.write_text(
+        yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": expressions}]})
+    )
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", list(DASHBOARDS))
 def test_a_dashboard_has_ids_titles_and_places_of_its_own(name: str) -> None:
     content = json.loads((ADDONS / "dashboards" / f"{name}.json").read_text())
