@@ -108,7 +108,8 @@ class LiveRequest:
     # Number of ends of thinking before the newest thinking in which the model has stopped, NEVER_STOPPED if it has in
     # none.
     stopped_after: int = NEVER_STOPPED
-    # The default cap or reserve ended thinking, before a cap was decided for the request; and the detail of that end.
+    # A cap or reserve without a decision ended thinking: one of the settings, the request's own, or one from before a
+    # freeze or the stream; and the detail of that end.
     capped: bool = False
     capped_detail: str = ""
     # The decided rank; None ranks the request by its phase.
@@ -278,7 +279,7 @@ class LiveRequest:
     def complete_forced_end(self) -> None:
         """Note that all tokens of the forced end have been generated."""
         ending, self.ending = self.ending, None
-        self.forced, self.capped = True, self.cap is None and ending is not None and ending.decision_id == 0
+        self.forced, self.capped = True, ending is not None and ending.by_cap and not ending.decision_id
         self.capped_detail = ending.detail if ending is not None else ""
 
     def drop_forced_end(self) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR, ORDER, RULES
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR, ORDER, RULES, Directives
 from meridian_agent.core.step_record import Outcome
-from tests.fakes.engine import TEXT, FakeEngine
+from tests.fakes.engine import END, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def everything(engine: FakeEngine) -> None:
@@ -151,6 +156,24 @@ def test_a_marker_half_written_is_finished_past_the_lease() -> None:
         engine.run({"a": TEXT})
         assert not engine.thinking("a")
         assert engine.outcomes == {1: [Outcome.APPLIED]}
+
+
+@pytest.mark.parametrize("voids", [Directives.freeze, Directives.new_stream])
+@pytest.mark.parametrize("natural", [False, True])
+def test_the_next_decision_is_the_one_that_a_kept_cap_carries_out(
+    voids: Callable[[Directives], None], natural: bool
+) -> None:
+    """The cap from before the freeze or the stream ends thinking before the cap that is decided then has come."""
+    engine = FakeEngine()
+    engine.open("a")
+    engine.accept(message(caps=[cap(1, 0, 4)]))
+    voids(engine.directives)
+    for _ in range(2 if natural else 5):
+        engine.run({"a": TEXT})
+    engine.run({"a": END})
+    engine.accept(message(caps=[cap(8, 0, 4)]))
+    engine.take()
+    assert engine.outcomes[8] == [Outcome.ENDED_NATURALLY if natural else Outcome.APPLIED]
 
 
 def test_a_new_stream_keeps_caps_and_owes_nothing() -> None:
