@@ -146,6 +146,8 @@ class Outbox:
         lease.asks(now)
         # Decisions about a request's first tokens follow from the record in which it begins.
         self.ring.lay(record, record.presses, due=bool(record.opened))
+        if record.closed:
+            self.unreported.queue()
         if self._resyncs:
             self._resyncs = False
             self._lay_snapshot(record.step, snapshot())

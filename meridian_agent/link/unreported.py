@@ -1,7 +1,7 @@
 """Knows which thinking tokens no stream has brought to the control plane, so that the next snapshot says them and they
 count for budgets and tenants.
 
-While a stream is heard, all that is queued on it counts as brought, and nothing is done here. Once records cannot be
+While a stream is heard, all that is queued on it counts as brought, and nothing is counted here. Once records cannot be
 queued any more, or no answer has come for SILENT_S seconds, the thinking tokens so far of each request are noted as
 told; those that follow are unreported, also those of requests that end meanwhile. A snapshot says them, and they count
 as brought once the control plane has answered it. So a replica that ends the stream loses the reports under way, and
@@ -65,6 +65,11 @@ class Unreported:
         self._said: Counter[Group] = Counter()
         # Thinking tokens that live requests turned out to have when they were read again, until a snapshot has them.
         self._found: Counter[LiveRequest] = Counter()
+        # Requests that have ended since the newest record, on a stream that has taken all records so far.
+        self._ending: list[LiveRequest] = []
+        # Thinking tokens that live requests had when no record could be queued any more, if what was queued since their
+        # tokens were noted as told has perhaps not been brought.
+        self._queued: dict[LiveRequest, int] = {}
 
     @property
     def arrives(self) -> bool:
@@ -74,24 +79,46 @@ class Unreported:
     def lose(self, record: StepRecord) -> None:
         """Note that a record is not queued, because there is no stream or because the ring is full."""
         self._lost_step = record.step
-        self._note_told(record)
+        if not self.arrives and self._awaited_step is not None:
+            self._queued = self._before(record)
+            self._end(record, self._ended)
+        self._note_told(record, self._ended)
         self._awaited_step = None
 
     def fall_silent(self, record: StepRecord) -> None:
         """Note that no answer has come for SILENT_S seconds. The record is about to be queued."""
         if self.arrives:
-            self._note_told(record)
+            self._note_told(record, self._said)
             self._awaited_step = record.step
 
-    def _note_told(self, record: StepRecord) -> None:
-        """Note that all tokens before the record's were brought, unless that was not known before."""
+    def queue(self) -> None:
+        """Note that a record is queued, with all tokens of the requests that have ended."""
+        self._ending.clear()
+
+    def _before(self, record: StepRecord) -> dict[LiveRequest, int]:
+        """Return the thinking tokens that the live requests had before the record, without those that were found."""
+        new = record.think_tokens()
+        return {live: live.think_tokens - new[live.slot] - self._found[live] for live in self.live.values()}
+
+    def _note_told(self, record: StepRecord, ended: Counter[Group]) -> None:
+        """Note that all tokens before the record's were brought, unless that was not known before. ended: takes the
+        record's tokens of requests that end in it."""
         if not self.arrives:
             return
-        new = record.think_tokens()
-        for live in self.live.values():
-            live.told_think_tokens = live.think_tokens - new[live.slot] - self._found[live]
+        for live, tokens in self._before(record).items():
+            live.told_think_tokens = tokens
         self._said.clear()
+        self._end(record, ended)
         self.reported_session_id = self._awaited_session_id
+
+    def _end(self, record: StepRecord, ended: Counter[Group]) -> None:
+        """Add the record's tokens of requests that end in it to `ended`: they are not among those queued before."""
+        new = record.think_tokens()
+        for live in self._ending:
+            group, tokens = _group(live), max(0, new[live.slot])
+            self._said[group] = max(0, self._said[group] - tokens)
+            _add(ended, group, tokens)
+        self._ending.clear()
 
     def reread(self, live: LiveRequest, tokens: int) -> None:
         """Note that a live request was read again and has so many more thinking tokens than before."""
@@ -101,18 +128,25 @@ class Unreported:
         """Note that a request ends. The first token of a request that another engine decodes is generated there once
         more."""
         found, arrives = self._found.pop(live, 0), self.arrives
-        if (arrives and not found) or live.info.remote_decode:
+        if live.info.remote_decode:
             return
-        info = live.info
-        group = Group(info.model, info.tenant, info.slo_class, info.effort)
+        if self._awaited_step is not None:
+            self._ending.append(live)
+        if arrives and not found:
+            return
+        group = _group(live)
         _add(self._ended, group, found)
         if not arrives:
             untold = max(0, live.untold_think_tokens - found)
-            _add(self._ended if self._awaited_step is None else self._said, group, untold)
+            queued = untold
+            if self._awaited_step is None:
+                queued = min(untold, max(0, self._queued.pop(live, 0) - live.told_think_tokens))
+            _add(self._said, group, queued)
+            _add(self._ended, group, untold - queued)
 
     def begin_stream(self, record: StepRecord) -> None:
         """Begin a stream, whose snapshot precedes the record."""
-        self._note_told(record)
+        self._note_told(record, self._ended)
         self._say_again()
 
     def _say_again(self) -> None:
@@ -126,6 +160,8 @@ class Unreported:
         this step. The control plane answers a snapshot at once if it says unreported tokens; any other need not be
         awaited."""
         self._found.clear()
+        self._queued.clear()
+        self._ending.clear()
         # No answer can have named this step, but the control plane of an earlier stream may have named any.
         self.heard_step = min(self.heard_step, max(0, step - 1))
         ended = list(self._ended.items())
@@ -150,6 +186,11 @@ class Unreported:
             return 0, []
         self._say_again()
         return self._lost_step, self.tell(self._lost_step, ()) if self._ended else []
+
+
+def _group(live: LiveRequest) -> Group:
+    info = live.info
+    return Group(info.model, info.tenant, info.slo_class, info.effort)
 
 
 def _add(counter: Counter[Group], group: Group, tokens: int) -> None:

@@ -79,9 +79,10 @@ def connected(*names: str) -> Engine:
 # after two tokens that no stream has brought.
 FIRST, SECOND = "connect >a >b >c +1 hear", "connect >a >b >c +1 hear lose +2 -b connect +1 mark"
 # Each story tells the events: `>a` a request arrives, `>a!` one that answers at once, `>a?` one that the agent sees
-# arrive, `-a` it ends, `*a` it is read again and has 100 more thinking tokens, `+3` three steps, `quiet` no answer for
-# too long, `mark` the step whose number `hear mark` answers, `hear-any` an answer that names a step far ahead. The
-# tokens that the newest stream's snapshot says of live requests follow, and those of ended ones.
+# arrive, `-a` it ends between two steps, `-a!` in a step, with a token, `*a` it is read again and has 100 more thinking
+# tokens, `+3` three steps, `quiet` no answer for too long, `mark` the step whose number `hear mark` answers, `hear-any`
+# an answer that names a step far ahead. The tokens that the newest stream's snapshot says of live requests follow, and
+# those of ended ones.
 STORIES: dict[str, tuple[str, dict[str, int], int]] = {
     "before the first stream": (">a +3 connect >b +1", {"a": 4, "b": 1}, 0),
     # The report after the snapshot brings a request that has arrived in its step.
@@ -98,6 +99,15 @@ STORIES: dict[str, tuple[str, dict[str, int], int]] = {
         0,
     ),
     "without a stream": (f"{FIRST} +10 lose +2 -b >d +3 -d connect +1", {"a": 6, "c": 6}, 5),
+    "one that ends in the first step without a stream": (f"{FIRST} lose -b! connect +1", {"a": 2, "c": 2}, 1),
+    "one that ends in the first step of the next stream": (f"{FIRST} lose connect -b!", {"a": 1, "c": 1}, 1),
+    "one that ends in a step that is brought": (f"{FIRST} -b! +1 lose connect +1", {"a": 1, "c": 1}, 0),
+    "one that ends in the step of a silence": (f"{FIRST} +1 quiet -b! lose +1 connect +1", {"a": 3, "c": 3}, 1),
+    "one that ends in a silent step that is answered": (
+        f"{FIRST} +1 quiet -b! hear +1 lose connect +1",
+        {"a": 1, "c": 1},
+        0,
+    ),
     "a stream that breaks between two steps": (f"{FIRST} +5 lose connect +1", {"a": 1, "b": 1, "c": 1}, 0),
     "the snapshot of the next stream": (SECOND, {"a": 3, "c": 3}, 2),
     # An answer shows that the snapshot has arrived.
@@ -130,6 +140,14 @@ def play(engine: Engine, story: str) -> None:
             queued_s = engine.now_s if event.endswith("?") else None
             engine.open(event[1], prompt=[TEXT] if event.endswith("!") else [START], queued_s=queued_s)
             engine.engine.join(engine.engine.live[event[1]], engine.now_s)
+        elif event.endswith("!") and event[0] == "-":
+            engine.take_inbox()
+            engine.engine.schedule()
+            engine.engine.mask()
+            for name in list(engine.engine.live):
+                engine.engine.feed(name, [TEXT])
+            engine.engine.finish(event[1])
+            engine.send(engine.engine.take())
         elif event[0] == "-":
             engine.engine.finish(event[1])
         elif event[0] == "+":
@@ -201,6 +219,31 @@ def test_a_full_ring_loses_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     made.step()
     live, ended = made.told()
     assert (live["c"], ended) == (2, {"tenant": 2}), "two of the four steps were queued"
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_ring_that_is_full_again_before_an_answer_says_no_token_twice(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    """What the stream had queued until then comes with it, unless it breaks."""
+    made = connected("a", "b", "c")
+    monkeypatch.setattr(outbox, "RING_RECORDS", 3)
+    made.steps(4)
+    assert made.link.outbox.reports_dropped == 1
+    made.snapshots()
+    made.steps(2)
+    play(made, "-c!")
+    assert made.link.outbox.reports_dropped == 2
+    made.engine.finish("b")
+    made.step()
+    (first,) = made.snapshots()
+    assert ([each.unreported_think_tokens for each in first.requests], list(first.ended)) == ([2, 2, 2], [])
+    if breaks:
+        made.lose()
+        made.connect()
+    made.step()
+    live, ended = made.told()
+    assert (live, ended) == ({"a": 6}, {"tenant": 8 if breaks else 2})
 
 
 def test_another_snapshot_of_the_stream_does_not_say_ended_requests_again() -> None:
