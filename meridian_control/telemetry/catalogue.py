@@ -54,7 +54,7 @@ REPLICA = (
     gauge(
         "meridian_agents",
         ("state",),
-        "Engines by their agent's state, including engines without a stream.",
+        "Engines by their agent's state, including engines whose stream to this replica has ended within 10 minutes.",
         "`off` for minutes: see the alert MeridianAgentOff.",
     ),
     gauge(
@@ -209,7 +209,12 @@ STREAMS = (
         "0 while engines serve: the agents are DEGRADED; see `meridian_stream_ends_total`.",
     ),
     counter("meridian_token_events_total", (), "Token rows received.", "Plan capacity: rows per second and core."),
-    counter("meridian_requests_total", (), "Requests opened on engines.", "Compare with the gateway's count."),
+    counter(
+        "meridian_requests_total",
+        (),
+        "Requests opened on engines, without those that were opened while their engine had no stream.",
+        "Compare with the gateway's count.",
+    ),
     counter(
         "meridian_unknown_efforts_total",
         (),
@@ -254,7 +259,8 @@ ENGINES = (
         "meridian_engine_state",
         ("engine", "state"),
         "1 for the agent's state: ready, stale, degraded or off; without a stream, the state it has if it still runs.",
-        "`off`: see the alert MeridianAgentOff. `stale`, `degraded`: the engine is gone, or the network failed.",
+        "`off`: see the alert MeridianAgentOff. `stale`, `degraded`: the engine is gone, the network failed, or the "
+        "engine has moved to another replica, which has it as `ready`.",
     ),
     gauge(
         "meridian_engine_revision",

@@ -562,7 +562,9 @@ class Engine(_message.Message):
 
     @_builtins.property
     def shadow(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShadowComparison]:
-        """Estimates of what the rules in shadow would have done, since the policy revision that gave them their present form."""
+        """Estimates of what the rules in shadow would have done, since the policy revision that gave them their present form,
+        or since the engine has come to the replica.
+        """
 
     @_builtins.property
     def faults(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -1173,7 +1175,7 @@ class ShadowComparison(_message.Message):
     whole, in which a request for which several rules fired is counted once, at the rule that fired first.
     """
     since_revision: _builtins.int
-    """Policy revision with which the comparison began."""
+    """Policy revision with which the comparison began. Another replica begins its own when the engine connects to it."""
     requests: _builtins.int
     """Number of requests whose thinking has ended while the section was in shadow for them."""
     think_tokens: _builtins.int
