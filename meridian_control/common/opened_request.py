@@ -32,8 +32,9 @@ def is_under_way(opened: agent_pb2.RequestOpened | OpenedRequest) -> bool:
 
 def is_new(opened: OpenedRequest) -> bool:
     """Return whether a request counts when a report opens it: one that has tokens was counted before, as an agent that
-    rested reports it again, and one that was handed over was counted on its thinking engine."""
-    return not (is_under_way(opened) or opened.handed_over_ref)
+    rested reports it again, one that was handed over was counted on its thinking engine, and one whose prompt alone an
+    engine computes counts on the engine that decodes it."""
+    return not (is_under_way(opened) or opened.handed_over_ref or opened.remote_decode)
 
 
 class OpenedRequest:

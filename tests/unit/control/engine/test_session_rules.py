@@ -91,8 +91,9 @@ def test_refused_slo_classes_are_counted_once() -> None:
     made.step()
     made.open("later", refused_slo_class="gold")
     made.open("handed-over", refused_slo_class="gold", handed_over_ref="s-1")
+    made.open("decoded elsewhere", refused_slo_class="gold", remote_decode=True)
     made.step()
-    assert made.session.totals.counted[REFUSED_TOTAL, ()] == 3
+    assert made.session.totals.counted[REFUSED_TOTAL, ()] == made.session.totals.requests == 3
 
 
 def capped(**caps: int) -> Callable[[Stream], None]:
