@@ -43,6 +43,8 @@ STOP = "premature_stop"
 MARKER_TOKENS = 1
 ANYWHERE, GONE = agent_pb2.PLACEMENT_ANYWHERE, agent_pb2.OUTCOME_REQUEST_GONE
 SIDES = "recorded", "new"
+# Why a request is left out that lived when the trace began.
+BEGUN = "began before the trace"
 Responses = list[agent_pb2.ConnectResponse]
 
 
@@ -121,6 +123,9 @@ class SessionReplay:
         self.live: dict[int, LiveRequest] = {}
         self.ended: list[LiveRequest] = []
         self.left_out: Counter[str] = Counter()
+        # Slots of requests that lived when the recording of the session began, as far as reports tell; None once a
+        # snapshot has listed all, and if the recording has the whole session.
+        self._older: set[int] | None = set() if hello.joined_late else None
         # Outcomes of this run's decisions, which the next report brings.
         self._due: list[agent_pb2.DecisionOutcome] = []
         # By recorded id of a probe: its placement, and the id of this run's probe that has its sample.
@@ -188,9 +193,15 @@ class SessionReplay:
             message.freeze_status.nonce = self._nonces.get(("freeze", up.freeze_status.nonce), 0)
         elif up.HasField("snapshot"):
             self.lose_live()
+            # Those that the snapshot lists are counted by their ids.
+            listed = {opened.slot for opened in up.snapshot.requests}
+            self.left_out[BEGUN] -= len((self._older or set()) & listed)
+            self._older = None
             self._open(up.snapshot.requests)
         elif up.HasField("step"):
             self._open(report.opened)
+            if self._older is not None:
+                self._older = self._find_older(report, self._older)
             self._count(report.tokens)
             # Entries with the id 0 belong to no decision of this run, and the session leaves them out.
             message.step.probes.decision_id[:] = [self._probe(report.probes, n) for n in range(len(report.probes.slot))]
@@ -202,6 +213,15 @@ class SessionReplay:
             message.step.ClearField("outcomes")
             message.step.outcomes.extend(outcomes)
         return message
+
+    def _find_older(self, report: agent_pb2.StepReport, known: set[int]) -> set[int]:
+        """Count the requests of a report that the trace has not opened; return their slots with those that are known,
+        without those that the report closes."""
+        closed = {request.slot for request in report.closed}
+        opened = {*self.live, *(request.slot for request in report.opened)}
+        older = {slot for slot in {*report.tokens.slot, *closed} - opened if not self.session.table.holds(slot)}
+        self.left_out[BEGUN] += len(older - known)
+        return (known | older) - closed
 
     def lose_live(self) -> None:
         """Note that the reports about the live requests end here, as the trace goes on with a snapshot."""
@@ -356,6 +376,6 @@ def _replays(path: Path, policy: Policy) -> tuple[list[SessionReplay], Counter[s
         {
             "reports were lost": sum(map(len, lost.values())),
             "still under way at the end of the trace": under_way,
-            "began before the trace": sum(len(ids - lost[process]) for process, ids in begun.items()),
+            BEGUN: sum(len(ids - lost[process]) for process, ids in begun.items()),
         }
     )

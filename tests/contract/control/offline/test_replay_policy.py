@@ -484,6 +484,12 @@ def test_requests_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     assert found["requests"] == 1
 
 
+def traces_record(made: list[fleet_pb2.TraceRecord], **message: Any) -> fleet_pb2.TraceRecord:
+    """Return a further record of a session."""
+    known: dict[str, Any] = {"time": made[0].time, "engine_id": made[0].engine_id, "session_id": made[0].session_id}
+    return fleet_pb2.TraceRecord(up=agent_pb2.ConnectRequest(**message), **known)
+
+
 HELLO_AGAIN = agent_pb2.ConnectRequest(hello=hello())
 
 
@@ -568,6 +574,23 @@ def test_requests_that_the_agent_found_in_mid_course_are_left_out(tmp_path: Path
     made[3].up.step.opened[2].output_tokens = 1
     found = told(tmp_path, made, policy())
     assert (found["requests"], found["left_out"]) == (2, {"began before the trace": 2})
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_requests_that_live_when_a_recording_begins_are_left_out(tmp_path: Path, snapshot: bool) -> None:
+    """Each counts once, whether it ends in the recording or a snapshot lists it."""
+    made = traces.records([traces.made_up(n) for n in range(5)], at_once=3)
+    made[0].joined_late = True
+    made = [record for record in made if not record.up.HasField("snapshot")]
+    (first,) = (record for record in made[:4] if record.up.step.opened)
+    older = first.up.step.opened[:2]
+    del first.up.step.opened[:2]
+    if snapshot:
+        listed = [agent_pb2.RequestOpened(slot=each.slot, request_id=each.request_id, think_tokens=1) for each in older]
+        made.insert(made.index(first) + 2, traces_record(made, snapshot=agent_pb2.Snapshot(requests=listed)))
+    found = told(tmp_path, made, policy())
+    lost = {"reports were lost": 1} if snapshot else {}
+    assert (found["requests"], found["left_out"]) == (3 - len(lost), {"began before the trace": 2, **lost})
 
 
 def test_a_trace_that_breaks_the_contract(tmp_path: Path) -> None:
