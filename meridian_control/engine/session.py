@@ -179,8 +179,23 @@ class Session:
 
     def cap_in_force(self, slot: int) -> int:
         """Return the cap, in thinking tokens, that the agent enforces for a live request; 0 for none."""
-        is_stock = self.hello.fault or self.frozen or not self._stream.ends_thinking
-        return 0 if is_stock else max(0, self.table.cap_in_force(slot))
+        return max(0, self.table.cap_in_force(slot)) if self._governed and self._stream.ends_thinking else 0
+
+    def rank_in_force(self, slot: int) -> int:
+        """Return the rank by which the engine orders a live request; 0 for all in vLLM's own order."""
+        policy = self.policy.scheduler if self._governed and self.policy is not None else None
+        orders = policy is not None and policy.enabled and not policy.shadow and policy.strategy != "stock"
+        return max(0, int(self.table.rank[slot])) if orders else 0
+
+    def tier_in_force(self, slot: int) -> int:
+        """Return the eviction tier of a live request; unspecified if none is in force."""
+        policy = self.policy.kv_memory if self._governed and self.policy is not None else None
+        return int(self.table.tier[slot]) if policy is not None and policy.enabled and not policy.shadow else 0
+
+    @property
+    def _governed(self) -> bool:
+        """Whether the agent obeys decisions."""
+        return not (self.hello.fault or self.frozen)
 
     def part(self, kind: type[AnyPart]) -> AnyPart:
         """Return the part of this class in the stream, for the part of the same capability over all engines. Raises

@@ -210,8 +210,8 @@ def _request(session: Session, slot: int, info: OpenedRequest, ratio: float) -> 
         eat_nats=table.eat_nats[slot],
         eat_ema_nats=table.eat_ema_nats[slot],
         eat_ema_variance=table.eat_ema_variance[slot],
-        rank=max(0, int(table.rank[slot])),
-        tier=int(table.tier[slot]),  # type: ignore[arg-type]
+        rank=session.rank_in_force(slot),
+        tier=session.tier_in_force(slot),  # type: ignore[arg-type]
         max_think_tokens=session.cap_in_force(slot),
     )
     if decision := session.last_decision.get(slot):

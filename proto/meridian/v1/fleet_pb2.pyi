@@ -1309,11 +1309,13 @@ class LiveRequest(_message.Message):
     eat_ema_variance: _builtins.float
     """Moving variance of the EAT samples, in nats squared; 0 before the second sample."""
     rank: _builtins.int
-    """Rank of the request in the engine's order; a lower rank is more urgent."""
+    """Rank of the request in the engine's order; a lower rank is more urgent. 0 while the engine keeps vLLM's own order, as
+    with a plan in shadow.
+    """
     tier: _agent_pb2.EvictionTier.ValueType
-    """Eviction tier that the request was given."""
+    """Eviction tier in force for the request; unspecified if there is none, as in shadow."""
     max_think_tokens: _builtins.int
-    """Cap in thinking tokens that the agent enforces for the request; 0 for no cap."""
+    """Cap in thinking tokens that the agent enforces for the request, its own included; 0 for no cap, as in a freeze."""
     @_builtins.property
     def last_decision(self) -> Global___LastDecision:
         """The decision about the request that was made or carried out last; probes do not count."""

@@ -578,6 +578,34 @@ def test_the_cap_that_is_shown_is_the_one_in_force(scheduler: dict[str, Any], ow
     assert cap() == shown
 
 
+@pytest.mark.parametrize(
+    ("fields", "ordered", "marked"),
+    [
+        ({}, True, True),
+        ({"scheduler": {"shadow": True}, "kv_memory": {"shadow": True}}, False, False),
+        ({"scheduler": {"strategy": "stock"}}, False, True),
+        ({"scheduler": {"enabled": False}, "kv_memory": {"enabled": False}}, False, False),
+    ],
+    ids=["in force", "in shadow", "stock order", "off"],
+)
+def test_the_rank_and_the_tier_that_are_shown_are_in_force(
+    fields: dict[str, dict[str, Any]], ordered: bool, marked: bool
+) -> None:
+    made = stream(policy())
+    made.open("a")
+    made.step(2)
+    made.apply(policy(**fields))
+    made.step()
+
+    def shown() -> tuple[bool, bool]:
+        (live,) = each_request_view(made.session)
+        return live.rank > 0, live.tier == agent_pb2.EVICTION_TIER_UNREACHABLE
+
+    assert shown() == (ordered, marked)
+    freezes(made)
+    assert shown() == (False, False)
+
+
 def test_an_engine_that_knows_no_thinking_has_no_cap() -> None:
     made = stream(policy(scheduler={"max_think_tokens": 900}), hello_fields={"unknown_markers": "no parser"})
     made.open("a", own_cap=50)
