@@ -339,13 +339,15 @@ def _reasons(seen: _Collector, rows: list[Any]) -> list[str]:
     """Return the reason why each request cannot be used; empty for a request that can."""
     count = len(seen.requests)
     owner, _, phase, flags, *_ = rows
+    # A request that thinks again, and is cut then, has answered before.
+    is_last = np.append(owner[1:] != owner[:-1], np.ones(min(1, len(owner)), bool))
     ended, forced, thought, answered = (
         np.bincount(owner[which], minlength=count) > 0
         for which in (
             (flags & FLAG_END) != 0,
             ((flags & FLAG_END) != 0) & ((flags & FLAG_FORCED) != 0),
             (phase == THINK) & ((flags & FLAG_MARKER) == 0),
-            phase == OUTPUT,
+            is_last & (phase == OUTPUT),
         )
     )
     reasons = []

@@ -14,7 +14,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.engine.request_table import OUTPUT, THINK, RequestTable
 from meridian_control.engine.signals import rpdi
-from meridian_control.engine.token_rows import FLAG_BOUNDARY, FLAG_GOES_ON
+from meridian_control.engine.token_rows import FLAG_BOUNDARY, FLAG_GOES_ON, FLAG_MARKER
 from meridian_control.offline import trace_file
 from meridian_control.offline.correctness import from_probes
 from meridian_control.offline.episodes import Episodes, collect
@@ -243,16 +243,19 @@ def test_which_requests_are_used(path: Path) -> None:
     unended.rows = unended.rows[:-4]
     thoughtless.rows = [(OUTPUT, 0, 0.1, 9)] * 3
     unmeasured = replace(traces.made_up(5), unmeasured=True)
-    found = left_out(path, forced, aborted, unended, thoughtless, unmeasured, traces.made_up(4))
+    # It thinks again, and is cut.
+    again = replace(traces.made_up(6), finish=agent_pb2.FINISH_REASON_LENGTH)
+    again.rows += [(THINK, FLAG_MARKER, 0.1, 9), (THINK, 0, 0.1, 9)]
+    found = left_out(path, forced, aborted, unended, thoughtless, unmeasured, again, traces.made_up(4))
     assert len(found.ids) == 1
     assert found.left_out == {
         "not measured (telemetry.shadow_sample_ratio)": 1,
         "aborted or failed": 1,
         "did not think": 1,
-        "thinking never ended": 1,
+        "thinking never ended": 2,
         "thinking was ended by force": 1,
     }
-    assert len(found.seen) == 6
+    assert len(found.seen) == 7
 
 
 def test_requests_across_the_ends_of_a_recording_are_left_out(path: Path) -> None:
