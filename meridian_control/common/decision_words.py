@@ -170,7 +170,9 @@ def why(decision: fleet_pb2.LoggedDecision, in_full: bool = False) -> list[str]:
 
 def last_text(last: fleet_pb2.LastDecision) -> str:
     """Return what the newest decision about a live request does, and what became of it."""
-    return decision_text(last.kind, last.reason) + f" ({outcome_text(last.kind, last.outcome)})" if last.kind else ""
+    if not last.kind:
+        return ""
+    return f"{decision_text(last.kind, last.reason)} ({outcome_text(last.kind, last.outcome, last.shadow)})"
 
 
 def life_state(answer: fleet_pb2.ExplainRequestResponse) -> str:

@@ -87,12 +87,12 @@ class Ledger:
         current state of the request. cap_tokens: the cap that a decision of kind cap sets. behind: the reason that says
         which entry is behind the decision, if `reason` says another thing.
         """
-        decision = self._new(kind, reason, slot, cap_tokens)
+        decision = self._new(kind, reason, slot, cap_tokens, shadow=shadow)
         if slot is not None:
             if self._journal is not None:
                 table, index = seen or (self._table, slot)
                 found = self._policies.behind(slot, behind or reason)
-                self._journal.decided(decision, table, index, found, shadow=shadow)
+                self._journal.decided(decision, table, index, found)
             self.last[slot] = decision
         if slot is not None and kind == "force" and not shadow:
             self.forces[slot] = decision
@@ -111,10 +111,11 @@ class Ledger:
             self._totals.decisions["probe"] += len(probes)
         return [decision.decision_id for decision in probes]
 
-    def _new(self, kind: str, reason: str, slot: int | None, cap_tokens: int = 0) -> Decision:
+    def _new(self, kind: str, reason: str, slot: int | None, cap_tokens: int = 0, *, shadow: bool = False) -> Decision:
         self.made += 1
         info = self._table.info[slot] if slot is not None else None
-        decision = Decision(self.made, kind, reason, slot, info.request_id if info else "", self.step, cap_tokens)
+        request_id = info.request_id if info else ""
+        decision = Decision(self.made, kind, reason, slot, request_id, self.step, cap_tokens, shadow)
         self.open[self.made] = decision
         return decision
 

@@ -217,4 +217,5 @@ def _request(session: Session, slot: int, info: OpenedRequest, ratio: float) -> 
     if decision := session.last_decision.get(slot):
         view.last_decision.decision_id, view.last_decision.kind = decision.decision_id, decision.kind
         view.last_decision.reason, view.last_decision.outcome = decision.reason, decision.outcome
+        view.last_decision.shadow = decision.shadow
     return view

@@ -115,12 +115,12 @@ class Journal:
             if not count % SLICE_ROWS:
                 yield
 
-    def decided(self, decision: Decision, seen: Seen, index: int, behind: Behind, *, shadow: bool) -> None:
+    def decided(self, decision: Decision, seen: Seen, index: int, behind: Behind) -> None:
         """Log a decision other than a probe, if the life of its request is kept. index: the index in `seen` of the
         values that its rule saw."""
         if (life := self._lives.get(decision.slot)) is not None:
             values = (seen.packed_row(index),)
-            self._log.add_decision(decision, life, self._circumstances(decision, values, seen, behind, shadow))
+            self._log.add_decision(decision, life, self._circumstances(decision, values, seen, behind))
 
     def probed(self, probes: list[Decision], seen: Seen, indices: NDArray[np.intp], behind: Behind) -> None:
         """Log probes of one reason about requests with one policy, of those requests whose lives are kept. indices: for
@@ -132,14 +132,14 @@ class Journal:
             values = TokenCounts(seen.think_tokens.take(indices), seen.output_tokens.take(indices))
         else:
             values = tuple(map(seen.packed_row, indices))
-        self._log.add_probes(probes, self._lives, self._circumstances(probes[0], values, seen, behind, shadow=False))
+        self._log.add_probes(probes, self._lives, self._circumstances(probes[0], values, seen, behind))
 
     def _circumstances(
-        self, first: Decision, values: tuple[bytes, ...] | TokenCounts, seen: Seen, behind: Behind, shadow: bool
+        self, first: Decision, values: tuple[bytes, ...] | TokenCounts, seen: Seen, behind: Behind
     ) -> Circumstances:
         number, window_tokens = self._log.next_number(), seen.window.shape[1]
         first_id, session_id = first.decision_id, self._session_id
-        return Circumstances(number, first_id, self.now, session_id, shadow, behind, values, window_tokens)
+        return Circumstances(number, first_id, self.now, session_id, behind, values, window_tokens)
 
     def settled(self, decisions: Iterable[Decision]) -> None:
         """Note that decisions have got their outcomes."""

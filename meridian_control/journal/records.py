@@ -195,7 +195,6 @@ class Circumstances(NamedTuple):
     first_id: int
     time: datetime
     session_id: str
-    shadow: bool
     behind: Behind
     seen: tuple[bytes, ...] | TokenCounts
     window_tokens: int
@@ -218,6 +217,8 @@ class Decision:
     step: int = 0
     # The cap that a decision of kind cap sets, in thinking tokens; 0 otherwise.
     cap_tokens: int = 0
+    # Whether the decision is only counted and not carried out.
+    shadow: bool = False
     outcome: agent_pb2.Outcome.ValueType = agent_pb2.OUTCOME_UNSPECIFIED
     # Thinking tokens of the request when the outcome was reached, and the outcome's detail.
     outcome_think_tokens: int = 0
@@ -253,10 +254,6 @@ class Decision:
     @property
     def session_id(self) -> str:
         return self.under.session_id
-
-    @property
-    def shadow(self) -> bool:
-        return self.under.shadow
 
     @property
     def revision(self) -> int:

@@ -1218,6 +1218,7 @@ class LastDecision(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     """Id of the decision; 0 if there is none."""
     kind: _builtins.str
@@ -1226,6 +1227,8 @@ class LastDecision(_message.Message):
     """Reason of the decision, as in LoggedDecision."""
     outcome: _agent_pb2.Outcome.ValueType
     """Outcome of the decision; unspecified until it is known."""
+    shadow: _builtins.bool
+    """Whether the decision is only counted and not carried out."""
     def __init__(
         self,
         *,
@@ -1233,10 +1236,11 @@ class LastDecision(_message.Message):
         kind: _builtins.str = ...,
         reason: _builtins.str = ...,
         outcome: _agent_pb2.Outcome.ValueType = ...,
+        shadow: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "kind", b"kind", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "kind", b"kind", "outcome", b"outcome", "reason", b"reason", "shadow", b"shadow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

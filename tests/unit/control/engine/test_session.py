@@ -10,6 +10,7 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import Markers, begin
+from meridian_control.common.decision_words import last_text
 from meridian_control.common.histogram import TIME_BOUNDS_S
 from meridian_control.common.slices import at_once
 from meridian_control.engine.request_table import THINK
@@ -576,6 +577,23 @@ def test_the_cap_that_is_shown_is_the_one_in_force(scheduler: dict[str, Any], ow
     thaws(made)
     made.step()
     assert cap() == shown
+
+
+@pytest.mark.parametrize(
+    ("shadow", "steps", "text"),
+    [
+        (False, 2, "cap set (open)"),
+        (True, 2, "cap set (open, in shadow)"),
+        (True, 8, "cap set (in shadow)"),
+    ],
+)
+def test_the_newest_decision_about_a_request_says_whether_it_is_in_shadow(shadow: bool, steps: int, text: str) -> None:
+    off = {"enabled": False}
+    made = stream(policy(scheduler={"shadow": shadow, "max_think_tokens": 5}, kv_memory=off, entropy=off))
+    made.open("a")
+    made.step(steps)
+    (live,) = each_request_view(made.session)
+    assert last_text(live.last_decision) == text
 
 
 @pytest.mark.parametrize(
