@@ -237,16 +237,16 @@ def totals(engines: Iterable[fleet_pb2.Engine]) -> dict[str, Any]:
         "gone": sum(engine.state != CONNECTED for engine in engines),
         "frozen": sum(engine.freeze.confirmed for engine in up),
         **{name: sum(getattr(engine, name) for engine in up) for name in ("thinking", "answering", "waiting")},
-        "ended": counts_text(ended(engines).items()),
+        "ended": counts_text(ended(engine.ends for engine in engines).items()),
         "output_critical": sum(engine.counters.output_critical for engine in up),
     }
 
 
-def ended(engines: Iterable[fleet_pb2.Engine]) -> Counter[str]:
-    """Count the real ends of thinking over all engines, by reason."""
+def ended(ends: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """Add up the real ends of thinking by reason. ends: those of each engine."""
     counts: Counter[str] = Counter()
-    for engine in engines:
-        counts.update({reason: count for reason, count in engine.ends.items() if not reason.endswith("_shadowed")})
+    for of_engine in ends:
+        counts.update({reason: count for reason, count in of_engine.items() if not reason.endswith("_shadowed")})
     return counts
 
 

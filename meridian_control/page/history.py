@@ -18,11 +18,13 @@ from meridian_control.common.previous_look import PreviousLook
 from meridian_control.page.contents import CONNECTED, ended
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from meridian.v1 import fleet_pb2
     from numpy.typing import NDArray
+
+    from meridian_control.engine.totals import Totals
 
 NATURAL = "natural"
 PERIOD_S = 15.0
@@ -37,7 +39,7 @@ POINTS = 241
 
 @dataclass
 class _Counted:
-    """The counts of an engine, or of all engines. ttot, output_itl: observations, [TIME_BUCKETS]."""
+    """The counts of an engine, of a replica, or of all engines. ttot, output_itl: observations, [TIME_BUCKETS]."""
 
     thinking_tokens: int = 0
     answer_tokens: int = 0
@@ -48,10 +50,15 @@ class _Counted:
     @classmethod
     def on(cls, engine: fleet_pb2.Engine) -> _Counted:
         times = time_counts(engine.ttot), time_counts(engine.output_itl)
-        return cls(engine.thinking_tokens, engine.answer_tokens, *times, ended([engine]))
+        return cls(engine.thinking_tokens, engine.answer_tokens, *times, ended([engine.ends]))
+
+    @classmethod
+    def of(cls, totals: Totals) -> _Counted:
+        times = totals.ttot.counts.copy(), totals.output_itl.counts.copy()
+        return cls(totals.thinking_tokens, totals.answer_tokens, *times, ended([totals.ends]))
 
     def add(self, before: _Counted, after: _Counted) -> None:
-        """Add what was counted between two looks at an engine."""
+        """Add what was counted between two looks."""
         self.thinking_tokens += after.thinking_tokens - before.thinking_tokens
         self.answer_tokens += after.answer_tokens - before.answer_tokens
         self.ttot += after.ttot - before.ttot
@@ -87,22 +94,33 @@ class History:
 
     def __init__(self) -> None:
         self.points: deque[dict[str, Any]] = deque(maxlen=POINTS)
+        # The newest look at the engines of the other replicas, and at all streams of this one, ended ones included.
         self._looks: PreviousLook[_Counted] = PreviousLook()
+        self._here: _Counted | None = None
         self._noted_at: datetime | None = None
         # Seconds that the agent of each engine and incarnation has spent since the engine started.
         self._agent_s: dict[tuple[str, str], float] = {}
 
     def note(
-        self, engines: Iterable[fleet_pb2.Engine], revision: int, now: datetime, values: Mapping[str, float]
+        self,
+        engines: Sequence[fleet_pb2.Engine],
+        here: tuple[str, Totals],
+        revision: int,
+        now: datetime,
+        values: Mapping[str, float],
     ) -> None:
-        """Add a point. revision: the policy revision in force. values: what capabilities add to the point."""
-        counted = [(engine, _Counted.on(engine)) for engine in engines]
-        up = [engine for engine, _ in counted if engine.state == CONNECTED]
-        grown = _Counted()
-        for engine, after in counted:
+        """Add a point. here: this replica's id, and the sums over all its streams. revision: the policy revision in
+        force. values: what capabilities add to the point."""
+        replica_id, totals = here
+        elsewhere = [(engine, _Counted.on(engine)) for engine in engines if engine.replica != replica_id]
+        up = [engine for engine in engines if engine.state == CONNECTED]
+        grown, mine = _Counted(), _Counted.of(totals)
+        grown.add(self._here or mine, mine)
+        self._here = mine
+        for engine, after in elsewhere:
             if (before := self._looks.of(engine, _Counted())) is not None:
                 grown.add(before, after)
-        self._looks.replace(counted, now)
+        self._looks.replace(elsewhere, now)
         # The value is 0 until the engine has reported counters.
         agent_s = {(e.engine_id, e.incarnation): e.counters.agent_seconds for e in up if e.counters.agent_seconds}
         spent_s = [spent - self._agent_s[key] for key, spent in agent_s.items() if key in self._agent_s]

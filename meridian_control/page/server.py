@@ -140,7 +140,8 @@ class StatusPage:
                 fleet = self._whole.fleet
                 now = fleet.clock()
                 points = [await answer_of(part, part.point(), {}) for part in fleet.parts.values()]
-                self._history.note(engines, fleet.revision, now, dict(ChainMap(*points)))
+                here = self._whole.replica_id, await fleet.totals()
+                self._history.note(engines, here, fleet.revision, now, dict(ChainMap(*points)))
             except Exception:
                 logger.exception("cannot add to the status page's history")
             await asyncio.sleep(PERIOD_S)

@@ -10,6 +10,7 @@ import pytest
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common.histogram import TIME_BOUNDS_S, TIME_BUCKETS
+from meridian_control.engine.totals import Totals
 from meridian_control.page.history import PERIOD_S, POINTS, RATES, History
 
 BEGIN = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
@@ -38,7 +39,8 @@ def engine(
 def noted(*periods: list[fleet_pb2.Engine]) -> list[dict[str, Any]]:
     history = History()
     for number, engines in enumerate(periods):
-        history.note(engines, 1 + number // 2, BEGIN + number * timedelta(seconds=10), {"saved_ratio": 0.25})
+        now = BEGIN + number * timedelta(seconds=10)
+        history.note(engines, ("here", Totals()), 1 + number // 2, now, {"saved_ratio": 0.25})
     return list(history.points)
 
 
@@ -118,6 +120,23 @@ def test_a_large_fleet_in_which_one_engine_connects_again_in_each_period() -> No
         assert point["natural_per_min"] == pytest.approx(engines * 60, rel=0.02)
         assert point["forced_per_min"] == pytest.approx(engines * 120, rel=0.02)
         assert point["ttot_p99_ms"] == 200
+
+
+def test_a_replica_counts_all_of_its_streams_to_their_ends() -> None:
+    """The engine's own counters begin with each stream, and one that has moved counts where it is."""
+    history, totals = History(), Totals(thinking_tokens=500)
+    times = [BEGIN + number * timedelta(seconds=10) for number in range(3)]
+    history.note([engine(replica="here", thinking_tokens=500)], ("here", totals), 1, times[0], {})
+    totals.thinking_tokens, totals.answer_tokens, totals.ends["eat"] = 560, 20, 4
+    totals.ends["eat_shadowed"] = 7
+    totals.ttot.add_one(0.05)
+    history.note([engine(replica="here", thinking_tokens=10, since_s=6)], ("here", totals), 1, times[1], {})
+    point = history.points[-1]
+    assert (point["think_tokens_per_s"], point["answer_tokens_per_s"], point["ends"]) == (6, 2, {"EAT": 4})
+    assert (point["forced_per_min"], point["ttot_p99_ms"]) == (24, 50)
+    totals.thinking_tokens = 570
+    history.note([engine(replica="other", thinking_tokens=30, since_s=15)], ("here", totals), 1, times[2], {})
+    assert history.points[-1]["think_tokens_per_s"] == 4
 
 
 def test_freezes_and_revisions_are_noted() -> None:
