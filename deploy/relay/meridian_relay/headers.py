@@ -39,3 +39,11 @@ def no_utf8(headers: MultiMapping[str]) -> str:
     """Return the name of a header that aiohttp would pass on without some of its bytes; empty if there is none."""
     # Surrogates stand for bytes that are not UTF-8.
     return next((name for name, value in headers.items() if any("\ud800" <= sign <= "\udfff" for sign in value)), "")
+
+
+def is_json(headers: MultiMapping[str]) -> bool:
+    """Return whether a request's body counts as JSON for vLLM, which refuses every other type.
+
+    A browser sends JSON to another origin only after it has asked the server, but other types at once.
+    """
+    return headers.get("Content-Type", "").partition(";")[0].lower() == "application/json"

@@ -14,7 +14,7 @@ from yarl import URL
 from meridian_relay.bodies import CHAT, carried
 from meridian_relay.engines import UNREACHABLE, Engines, Refused
 from meridian_relay.exchange import Exchange, NoEngineLeft
-from meridian_relay.headers import MAX_LINE, OF_THE_BODY, OWN, REQUEST_ID, no_utf8, passed
+from meridian_relay.headers import MAX_LINE, OF_THE_BODY, OWN, REQUEST_ID, is_json, no_utf8, passed
 from meridian_relay.listener import HttpListener
 from meridian_relay.metrics import RelayMetrics
 from meridian_relay.replies import ClientGone, StreamedReply, WholeReply, no_engine
@@ -77,7 +77,7 @@ class Relay:
             if request.method != "POST" or target_of(request).partition("?")[0] != CHAT:
                 return await self._proxy(request, request.content if request.can_read_body else None)
             body = await request.read()
-            eligible = carried(body, self._think_end)
+            eligible = carried(body, self._think_end) if is_json(request.headers) else None
             return await (self._proxy(request, body) if eligible is None else self._exchange(request, eligible))
 
     async def _exchange(self, request: web.Request, eligible: CarriedRequest) -> web.StreamResponse:

@@ -377,6 +377,24 @@ async def test_an_ineligible_chat_request_passes_as_it_is() -> None:
         assert relayed.results() == {}
 
 
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "application/jsonp", ""])
+async def test_a_body_that_is_not_called_json_passes_as_it_is(media_type: str) -> None:
+    """vLLM refuses it, so that no web page of another site has a chat run by its reader's browser."""
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
+        headers = {"Content-Type": media_type} if media_type else None
+        skipped = {"Content-Type"} if headers is None else set[str]()
+        async with relayed.session.post(
+            relayed.url + CHAT, data=json.dumps(BODY).encode(), headers=headers, skip_auto_headers=skipped
+        ) as response:
+            assert (response.status, home.seen) == (400, [])
+        headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+        async with relayed.session.post(
+            relayed.url + CHAT, data=json.dumps(BODY).encode(), headers=headers
+        ) as response:
+            assert response.status == 200
+        assert relayed.results() == {"one_engine": 1}
+
+
 class Parts:
     """The body of a response, in one part."""
 
