@@ -18,6 +18,8 @@ from aiohttp import web
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from multidict import CIMultiDictProxy
+
 PROMPT, END, EOS, FIRST = [7, 8, 9], 1, 2, 100
 MARKER = "</think>"
 CONTEXT = 200
@@ -128,7 +130,7 @@ class FakeVllm:
     usual: Plan = field(default_factory=Plan)
     plans: deque[Plan] = field(default_factory=deque)
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
+    headers: list[CIMultiDictProxy[str]] = field(default_factory=list)
     go: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -177,7 +179,7 @@ class FakeVllm:
             return web.json_response({"error": {"message": "Unsupported Media Type"}}, status=400)
         body = await request.json()
         self.seen.append((request.path, body))
-        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        self.headers.append(request.headers)
         plan = self.plans.popleft() if self.plans else self.usual
         chat = request.path == "/v1/chat/completions"
         prompt = list(PROMPT) if chat else body["prompt"]

@@ -17,7 +17,7 @@ import aiohttp
 from meridian_relay.headers import MAX_LINE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
     from aiohttp import ClientResponse
     from multidict import MultiMapping
@@ -31,9 +31,6 @@ ANSWER_S = 5.0
 UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 # Errors of an engine before the head of its response. A client whose body cannot be read causes others.
 FAILURES = (aiohttp.ClientOSError, aiohttp.ServerConnectionError, aiohttp.ClientResponseError)
-
-# The client session adds no headers by itself, since proxied requests pass as they are.
-JSON = {"Content-Type": "application/json"}
 
 
 class EngineFailed(Exception):  # noqa: N818 - the name states the condition
@@ -124,7 +121,7 @@ class Engines:
         url: str,
         path: str,
         body: dict[str, Any],
-        headers: Mapping[str, str],
+        headers: MultiMapping[str],
         begins: Callable[[MultiMapping[str]], None] = lambda headers: None,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a stream until its regular end. Raises EngineFailed or Refused.
@@ -133,7 +130,7 @@ class Engines:
         """
         begun = False
         try:
-            async with self.response(url, "POST", url + path, json=body, headers={**headers, **JSON}) as response:
+            async with self.response(url, "POST", url + path, json=body, headers=headers) as response:
                 await _check(response)
                 begun = True
                 begins(response.headers)
@@ -143,14 +140,14 @@ class Engines:
             listens = not isinstance(error, aiohttp.ClientConnectorError)
             raise EngineFailed(f"{type(error).__name__}: {error}", begun, listens=listens) from error
 
-    async def text(self, url: str, model: str | None, tokens: Sequence[int], headers: Mapping[str, str]) -> str | None:
+    async def text(self, url: str, model: str | None, tokens: Sequence[int], headers: MultiMapping[str]) -> str | None:
         """Return the text of tokens; None if the engine does not say it. Raises EngineFailed if nothing listens."""
         body = {"tokens": list(tokens)} | ({"model": model} if model else {})
         answer = await self._answer("POST", f"{url}/detokenize", headers, body)
         text = answer.get("prompt")
         return text if isinstance(text, str) else None
 
-    async def context_tokens(self, url: str, model: str | None, headers: Mapping[str, str]) -> int:
+    async def context_tokens(self, url: str, model: str | None, headers: MultiMapping[str]) -> int:
         """Return the length of the model's context in tokens. Raises EngineFailed if the engine does not say it."""
         answer = await self._answer("GET", f"{url}/v1/models", headers)
         cards = answer.get("data") or []
@@ -162,11 +159,10 @@ class Engines:
         return found.get(model) or next(iter(found.values()))
 
     async def _answer(
-        self, method: str, url: str, headers: Mapping[str, str], body: dict[str, Any] | None = None
+        self, method: str, url: str, headers: MultiMapping[str], body: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the JSON object that an engine answers, empty if it answers otherwise. Raises EngineFailed."""
         try:
-            headers = {**headers, **JSON}
             async with asyncio.timeout(ANSWER_S), self.session.request(method, url, json=body, headers=headers) as got:
                 answer = json.loads(await got.read()) if got.status == 200 else {}
         except UNREACHABLE as error:

@@ -17,8 +17,6 @@ from meridian_relay.replies import chunk_of
 from meridian_relay.texts import ReceivedText
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from aiohttp import web
     from multidict import MultiMapping
 
@@ -60,7 +58,7 @@ class Exchange:
         engines: Engines,
         metrics: RelayMetrics,
         *,
-        headers: Mapping[str, str],
+        headers: MultiMapping[str],
         marker: str,
     ) -> None:
         self.result = "one_engine"

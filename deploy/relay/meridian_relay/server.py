@@ -87,7 +87,8 @@ class Relay:
             StreamedReply(request, request_id, eligible.usage_wanted) if eligible.streamed else WholeReply(request_id)
         )
         headers = passed(request.headers, OF_THE_BODY)
-        headers[REQUEST_ID] = request_id
+        # The client session adds no headers by itself, since proxied requests pass as they are.
+        headers[REQUEST_ID], headers["Content-Type"] = request_id, "application/json"
         exchange = Exchange(eligible, reply, self._engines, self._metrics, headers=headers, marker=self._think_end)
         result = "failed"
         try:

@@ -103,6 +103,20 @@ async def test_the_clients_chunks_are_those_of_the_engine() -> None:
         assert relayed.results() == {"one_engine": 2}
 
 
+async def test_repeated_headers_reach_each_engine() -> None:
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        await handed(home, answering.url)
+        sent = [("X-Forwarded-For", "10.0.0.1"), ("X-Forwarded-For", "10.0.0.2"), ("Cookie", "a=1"), ("Cookie", "b=2")]
+        sent += [("X-Request-Id", "one"), ("X-Request-Id", "two")]
+        async with relayed.session.post(relayed.url + CHAT, json=BODY, headers=CIMultiDict(sent)) as response:
+            assert (response.status, await response.read() != b"") == (200, True)
+        for headers in (home.headers[0], answering.headers[0]):
+            assert headers.getall("X-Forwarded-For") == ["10.0.0.1", "10.0.0.2"]
+            assert headers.getall("Cookie") == ["a=1", "b=2"]
+            assert headers.getall("X-Request-Id") == ["one"], "a request has one"
+            assert headers.getall("Content-Type") == ["application/json"]
+
+
 async def test_without_a_limit_the_context_is_the_limit() -> None:
     async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
         await handed(home, answering.url)
