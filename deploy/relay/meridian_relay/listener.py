@@ -23,22 +23,29 @@ if TYPE_CHECKING:
 
 # Seconds in which a new connection must send the head of its request.
 HEAD_S = 75.0
+# Seconds for connections whose requests have ended, as for the rest of a body that nobody reads.
+STOP_S = 1.0
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:\d+)?", re.IGNORECASE | re.ASCII)
 
 
 class HttpListener:
-    """An HTTP listener. `start` binds its address, and `stop` ends its connections.
+    """An HTTP listener. `start` binds its address, and `stop` ends its connections once their requests have ended, and
+    those of requests that are under way after drain_s seconds.
 
     further: host names that the operator gives. On loopback the names of this machine's loopback and the further names
     are answered. Elsewhere every name is answered if there are no further names; otherwise IP addresses, which no other
     site can have as its name, and the further names. options: those of aiohttp's AppRunner.
     """
 
-    def __init__(self, app: web.Application, further: Iterable[str] = (), **options: Any) -> None:
+    def __init__(self, app: web.Application, further: Iterable[str] = (), drain_s: float = 0.0, **options: Any) -> None:
         self._further = frozenset(map(host_name, further))
         self._on_loopback = False
         app.middlewares.append(self._checked)
-        self._runner = web.AppRunner(app, access_log=None, **options)
+        # aiohttp would let requests go on for twice this time, and for ever with 0, so `stop` ends them itself.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=drain_s + STOP_S, **options)
+        self._drain_s = drain_s
+        # Requests under way, until their responses are written.
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
         # Connections that have not sent a whole head yet, each with the timer that ends it.
         self._due: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
@@ -58,7 +65,9 @@ class HttpListener:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
+        cut = asyncio.get_running_loop().call_later(self._drain_s, self._cut)
         await self._runner.cleanup()
+        cut.cancel()
         for timer in self._due.values():
             timer.cancel()
         self._due.clear()
@@ -84,10 +93,18 @@ class HttpListener:
         if protocol.transport is not None:
             protocol.transport.abort()
 
+    def _cut(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
     @web.middleware
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if (timer := self._due.pop(request.protocol, None)) is not None:
             timer.cancel()
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         hosts = request.headers.getall("Host", [])
         if len(hosts) == 1 and self.allows(hosts[0]):
             return await handler(request)

@@ -53,9 +53,9 @@ class Relay:
         self._http = HttpListener(
             app,
             hosts,
+            drain_s,
             handler_cancellation=True,
             auto_decompress=False,
-            shutdown_timeout=drain_s,
             max_line_size=MAX_LINE,
             max_field_size=MAX_LINE,
         )

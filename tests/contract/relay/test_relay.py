@@ -14,8 +14,9 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from meridian_relay import engines as engines_module
+from meridian_relay import listener as listener_module
 from meridian_relay.engines import EngineFailed, _events
-from tests.contract.relay.relayed import BODY, PARAMS, Relayed, ask, engines, handover, relaying
+from tests.contract.relay.relayed import BODY, LONG_S, PARAMS, Relayed, ask, engines, handover, relaying
 from tests.fakes.vllm_server import CONTEXT, CORS, END, PROMPT, FakeVllm, Plan, Script
 from tests.processes import free_port
 
@@ -291,6 +292,21 @@ async def test_stop_lets_requests_finish() -> None:
         assert whole(await asking) == (THOUGHT, ANSWER)
         await stopping
         assert relayed.results() == {"one_engine": 1}
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 0.01])
+async def test_stop_ends_requests_after_the_drain_time(drain_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay ends them itself: aiohttp would wait for twice the time, and for ever with 0."""
+    monkeypatch.setattr(listener_module, "STOP_S", 1e6)
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url, drain_s=drain_s) as relayed:
+        home.usual = Plan(waits_after=1)
+        asking = asyncio.create_task(relayed.ask())
+        await home.waiting.wait()
+        async with asyncio.timeout(LONG_S):
+            await relayed.relay.stop()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await asking
+        await home.gone.wait()
 
 
 async def refused(relayed: Relayed) -> None:
