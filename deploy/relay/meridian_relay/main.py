@@ -6,8 +6,10 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY
@@ -88,6 +90,13 @@ def relay_of(args: argparse.Namespace) -> Relay:
     )
 
 
+def allow_files() -> None:
+    """Raise the limit of open files as far as the system lets a user: each request takes two, one for its client."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 async def serve(args: argparse.Namespace) -> None:
     """Run a relay until a signal. Raises OSError or ValueError if the start fails."""
     stop = asyncio.Event()
@@ -112,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(argv)
         log.begin(args)
+        allow_files()
         asyncio.run(serve(args))
     except (OSError, ValueError) as error:
         print(f"meridian-relay: {printable(str(error))}", file=sys.stderr)
