@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape", "surrogatepass").decode()
+    return repr(match[0])[1:-1]
 
 
 def install() -> None:

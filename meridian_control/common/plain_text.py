@@ -39,7 +39,7 @@ def printable_document(text: str, encoding: str = "utf-8") -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape", "surrogatepass").decode()
+    return repr(match[0])[1:-1]
 
 
 def _document_escape(character: str) -> str:

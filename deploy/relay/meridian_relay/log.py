@@ -33,7 +33,7 @@ MAX_STRANGER_CHARS = 100
 
 def printable(text: str) -> str:
     """Return the text in one line, with Python's escape for each character that is not printable."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _time(record: logging.LogRecord) -> str:
