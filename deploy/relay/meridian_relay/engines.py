@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Seconds for which an engine that gave no answer, or an error, gets no request if another is there.
 SKIP_S = 2.0
+# Largest number of failing engines that are remembered. Answering engines come and go, and may come back elsewhere.
+MAX_FAILING = 256
 CONNECT_S = 5.0
 # Seconds for an answer that takes no generation.
 ANSWER_S = 5.0
@@ -61,11 +63,12 @@ class Engines:
 
     def __init__(self, thinking: Sequence[str]) -> None:
         self.newest_answering = ""
-        self._thinking = list(thinking)
+        # Requests under way by engine.
         self._under_way: Counter[str] = Counter()
-        # Engines whose newest answer was none, or an error.
-        self._failing: set[str] = set()
-        self._skipped_until: dict[str, float] = {}
+        # For each thinking engine the time until which others come before it.
+        self._skipped_until = dict.fromkeys(thinking, 0.0)
+        # Engines whose newest answer was none, or an error; the newest comes last.
+        self._failing: dict[str, None] = {}
         # Each request has a connection of its own, because an engine may close an idle connection while the next
         # request is on its way. Bodies pass as they are, and no client's cookie reaches another client's request.
         self.session = aiohttp.ClientSession(
@@ -84,7 +87,8 @@ class Engines:
     def by_load(self) -> list[str]:
         """Return the thinking engines: fewest requests first, engines that have just failed last."""
         now = time.monotonic()
-        return sorted(self._thinking, key=lambda url: (self._skipped_until.get(url, 0) > now, self._under_way[url]))
+        until = self._skipped_until
+        return sorted(until, key=lambda url: (until[url] > now, self._under_way[url]))
 
     def serves(self, url: str) -> bool:
         """Return whether the engine answered its newest request without an error, or has had none yet."""
@@ -108,12 +112,17 @@ class Engines:
                 yield response
         finally:
             self._under_way[url] -= 1
+            if not self._under_way[url]:
+                del self._under_way[url]
 
     def _note(self, url: str, serves: bool) -> None:
+        self._failing.pop(url, None)
         if serves:
-            self._failing.discard(url)
-        else:
-            self._failing.add(url)
+            return
+        self._failing[url] = None
+        if len(self._failing) > MAX_FAILING:
+            del self._failing[next(iter(self._failing))]
+        if url in self._skipped_until:
             self._skipped_until[url] = time.monotonic() + SKIP_S
 
     async def chunks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -517,6 +518,20 @@ async def test_an_engine_that_answers_with_an_error_is_skipped(fields: dict[str,
             await relayed.ask(**fields)
         assert len(home.seen) == 1
         assert len(other.seen) == (2 if fields else 3)
+
+
+async def test_engines_that_are_gone_take_no_memory() -> None:
+    """Answering engines come and go; each new pod has another address."""
+    urls = [f"http://127.0.0.{1 + number}:{free_port()}" for number in range(20)]
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
+        with patch.object(engines_module, "MAX_FAILING", 3):
+            for url in urls:
+                await handed(home, url)
+                assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
+            relayed_to = relayed.relay._engines
+            held = {url for table in vars(relayed_to).values() if isinstance(table, Collection) for url in table}
+            assert held & {*urls} == {*urls[-3:]}
+            assert [relayed_to.serves(url) for url in urls] == [True] * 17 + [False] * 3
 
 
 async def test_the_engine_with_the_fewest_requests_is_next() -> None:
