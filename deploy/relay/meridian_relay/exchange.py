@@ -101,7 +101,7 @@ class Exchange:
     @property
     def _begun(self) -> bool:
         """Whether the client has text or is owed text of these tokens; otherwise the request can begin anew."""
-        return self._continuation is not None or bool(self._text.reasoning or self._text.content)
+        return self._continuation is not None or self._text.begun
 
     def _next_engine(self) -> str:
         """Return the engine that is to serve the request next. Raises NoEngineLeft."""
@@ -165,7 +165,7 @@ class Exchange:
             reasoning, content = await self._last_thought(reasoning, tokens), ""
             choice["delta"] = delta = {"reasoning": reasoning} if reasoning else {}
         self._text.note(reasoning, content)
-        self._progress.thinking = not (self._text.content or self._continuation)
+        self._progress.thinking = not (self._text.answers or self._continuation)
         again = bool(self._form) and "role" in delta
         self._form = self._form or {name: chunk[name] for name in ("id", "object", "created", "model")}
         if (delta and not again) or choice["finish_reason"] is not None:
@@ -179,7 +179,7 @@ class Exchange:
         """
         reason, model = choice.get("stop_reason"), self._request.body.get("model")
         own = self._request.body.get("stop_token_ids", ())
-        if not isinstance(reason, int) or reason in own or answers or self._text.content:
+        if not isinstance(reason, int) or reason in own or answers or self._text.answers:
             return continuation_of(reason)
         with suppress(EngineFailed):
             text = await self._engines.text(self._home, model, [reason], self._headers)
@@ -226,7 +226,7 @@ class Exchange:
             return
         params, ref = self._transfer(url), self._continuation.ref if self._continuation else ""
         # An engine cannot find a stop string that began in the content before its first token.
-        stops = () if self._text.content else self._request.stops
+        stops = () if self._text.answers else self._request.stops
         self._engine_text = bool(stops)
         whole = bool(stops) and not self._progress.thinking
         body = next_body(self._request, self._progress, left=left, ref=ref, kv_transfer_params=params, stops=stops)
@@ -260,7 +260,7 @@ class Exchange:
         elif finish_reason is not None:
             held = self._text.flush()
             reasoning, content = reasoning + held[0], content + held[1]
-        self._progress.thinking = self._progress.thinking and not self._text.content
+        self._progress.thinking = self._progress.thinking and not self._text.answers
         await self._send(reasoning, content, finish_reason, stop_reason)
 
     async def _send(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -102,7 +103,7 @@ class WholeReply:
         self._request_id, self._headers = request_id, CIMultiDict({REQUEST_ID: request_id})
         self._form: dict[str, Any] = {}
         self._role = "assistant"
-        self._text = {"reasoning": "", "content": ""}
+        self._text = {"reasoning": StringIO(), "content": StringIO()}
         self._ending: dict[str, Any] = {}
 
     def begin(self, headers: MultiMapping[str]) -> None:
@@ -113,17 +114,18 @@ class WholeReply:
         choice = chunk["choices"][0]
         self._form = self._form or chunk
         self._role = choice["delta"].get("role") or self._role
-        for name in self._text:
-            self._text[name] += choice["delta"].get(name) or ""
+        for name, text in self._text.items():
+            text.write(choice["delta"].get(name) or "")
         if choice["finish_reason"] is not None:
             self._ending = choice
 
     async def end(self, usage: dict[str, Any]) -> web.StreamResponse:
-        message = {"role": self._role, "content": self._text["content"] or None}
+        text = {name: buffer.getvalue() or None for name, buffer in self._text.items()}
+        message = {"role": self._role, "content": text["content"]}
         message |= dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
         choice = {
             "index": 0,
-            "message": message | {"reasoning": self._text["reasoning"] or None},
+            "message": message | {"reasoning": text["reasoning"]},
             "logprobs": None,
             "finish_reason": self._ending["finish_reason"],
             "stop_reason": self._ending.get("stop_reason"),

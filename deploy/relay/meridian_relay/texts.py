@@ -5,6 +5,7 @@ Lengths are in characters.
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,21 +71,32 @@ class StopMatch:
 class ReceivedText:
     """The text of a request, received from engines and sent to the client.
 
-    `reasoning` and `content` are the text that has been received, without the end marker. An engine's chat parser
-    separates the two itself (`note`); the text of a completion that continues a broken stream is separated here
-    (`feed`). Stop strings are searched here in the content only: whether they end thinking, too, the engine decides.
+    It is kept without the end marker, in buffers, because to add to a text takes longer the longer it is. An engine's
+    chat parser separates reasoning and content itself (`note`); the text of a completion that continues a broken stream
+    is separated here (`feed`). Stop strings are searched here in the content only: whether they end thinking, too, the
+    engine decides.
     """
 
     def __init__(self, marker: str, stops: Sequence[str], include: bool) -> None:
-        self.reasoning = self.content = ""
+        self._reasoning, self._content = StringIO(), StringIO()
         self.marker, self._stops, self._include = marker, stops, include
         self._split: MarkerSplit | None = None
         self._match: StopMatch | None = None
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is any text."""
+        return self.answers or self._reasoning.tell() > 0
+
+    @property
+    def answers(self) -> bool:
+        """Whether there is any content."""
+        return self._content.tell() > 0
+
     def note(self, reasoning: str, content: str) -> None:
         """Count text that the client gets as the engine separated it."""
-        self.reasoning += reasoning
-        self.content += content
+        self._reasoning.write(reasoning)
+        self._content.write(content)
 
     def feed(self, text: str, thinking: bool) -> tuple[str, str, str | None]:
         """Return the reasoning and the content to send, and the stop string that ends the text, None if there is none.
@@ -92,7 +104,7 @@ class ReceivedText:
         `thinking`: whether the text so far is all reasoning; only the first call reads it.
         """
         if self._match is None:
-            self._match = StopMatch(self._stops, self._include, self.content)
+            self._match = StopMatch(self._stops, self._include, self._content.getvalue())
             self._split = MarkerSplit(self.marker) if thinking else None
         reasoning, content = self._split.feed(text) if self._split else ("", text)
         self.note(reasoning, content)
@@ -115,15 +127,16 @@ class ReceivedText:
         which it forgets.
         """
         thought, mark, answer = full.removeprefix(start_marker(self.marker)).partition(self.marker)
-        if not self.content:
+        if not self.answers:
             if self._split and self._split.over:
                 return answer if mark else None
-            rest = _rest(thought, self.reasoning)
+            rest = _rest(thought, self._reasoning.getvalue())
             if rest is not None and self._split:
                 self._split.flush()
             return None if rest is None else rest + mark + answer
-        rest = _rest(answer, self.content) if mark else None
-        return _rest(full, self.content) if rest is None else rest
+        content = self._content.getvalue()
+        rest = _rest(answer, content) if mark else None
+        return _rest(full, content) if rest is None else rest
 
 
 def start_marker(end_marker: str) -> str:
