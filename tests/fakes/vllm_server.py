@@ -118,6 +118,7 @@ class Plan:
     handover: str | int | None = None
     waits_after: int | None = None
     status: int | None = None
+    event: int | None = None
 
 
 @dataclass
@@ -188,6 +189,8 @@ class FakeVllm:
         if plan.status is not None or left is None or len(prompt) + limit > self.context_tokens:
             headers = CORS | ({"Location": "/v1/models"} if plan.status in range(300, 400) else {})
             return web.json_response({"error": {"message": "refused"}}, status=plan.status or 400, headers=headers)
+        if plan.event is not None:
+            return _wrong(plan.event, body)
         form = _form(chat, request.headers.get("X-Request-Id", "none"))
         writer = _Writer(form, chat, body, len(prompt), self.cuts_at_marker)
         deltas = self._deltas(Detokenizer(self.script, prompt, body, chat), left, limit, body, plan)
@@ -255,6 +258,15 @@ class FakeVllm:
             if len(held) >= plan.sizes[sizes % len(plan.sizes)]:
                 yield Delta(held, text.delta(False))
                 held, sizes = [], sizes + 1
+
+
+def _wrong(code: int, body: dict[str, Any]) -> web.Response:
+    """Return the answer to a request in which vLLM finds a fault after it has begun to answer."""
+    error = {"error": {"message": "out-of-vocab", "type": "BadRequestError", "param": "logit_bias", "code": code}}
+    if not body.get("stream"):
+        return web.json_response(error, status=code, headers=CORS)
+    text = f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n"
+    return web.Response(text=text, content_type="text/event-stream", headers=CORS)
 
 
 def _form(chat: bool, request_id: str) -> dict[str, Any]:

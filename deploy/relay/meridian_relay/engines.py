@@ -39,12 +39,21 @@ class EngineFailed(Exception):  # noqa: N818 - the name states the condition
     """An engine cannot be reached, has answered with an error, or its stream has broken.
 
     broke: the stream had begun. status: that of the answer, 0 if there is none. listens: something may listen there, so
-    that the request may have been the cause.
+    that the request may have been the cause. refusal: the error event by which a stream says that it was, None if there
+    is none.
     """
 
-    def __init__(self, message: str, broke: bool = False, status: int = 0, listens: bool = True) -> None:
+    def __init__(
+        self,
+        message: str,
+        broke: bool = False,
+        *,
+        status: int = 0,
+        listens: bool = True,
+        refusal: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.broke, self.status, self.listens = broke, status, listens
+        self.broke, self.status, self.listens, self.refusal = broke, status, listens, refusal
 
 
 class Refused(Exception):  # noqa: N818 - the name states the condition
@@ -210,8 +219,18 @@ async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any
             if data and line.startswith(b"data:"):
                 chunk = json.loads(data)
                 if isinstance(chunk, dict) and "error" in chunk:
-                    raise EngineFailed(str(chunk["error"])[:200], broke=True)
+                    raise EngineFailed(str(chunk["error"])[:200], broke=True, refusal=_refusal(chunk))
                 if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
                     raise EngineFailed(f"an event is no chunk: {data[:200].decode(errors='replace')}", broke=True)
                 yield chunk
     raise EngineFailed("the stream ended without [DONE]", broke=True)
+
+
+def _refusal(event: dict[str, Any]) -> dict[str, Any] | None:
+    """Return an error event that says that the request is wrong; None if it says something else.
+
+    vLLM checks some fields, such as token ids, only after a stream has begun.
+    """
+    error = event["error"]
+    code = error.get("code") if isinstance(error, dict) else None
+    return event if isinstance(code, int) and 400 <= code < 500 else None

@@ -47,6 +47,8 @@ class Reply(Protocol):
 
     async def end(self, usage: dict[str, Any]) -> web.StreamResponse: ...
 
+    async def refuse(self, event: dict[str, Any]) -> web.StreamResponse: ...
+
 
 class Exchange:
     """One request, from the thinking engine's first chunk to the last chunk of the engine that finishes it."""
@@ -88,6 +90,8 @@ class Exchange:
             try:
                 await (self._continue(url) if self._begun else self._think(url))
             except EngineFailed as error:
+                if error.refusal is not None and not self._form:
+                    return await self._reply.refuse(error.refusal)
                 self._failures += (served and error.listens) or error.broke or error.status == 500
                 self._note_failure(url, error)
         usage, count = {**self._usage, **self._form, "choices": []}, len(self._progress.tokens)

@@ -82,7 +82,11 @@ class StreamedReply:
         """Return an error response, or end the stream with an error event if it has begun."""
         if not self._response.prepared:
             return bad_gateway(self._response.headers[REQUEST_ID])
-        await self.send(no_engine())
+        return await self.refuse(no_engine())
+
+    async def refuse(self, event: dict[str, Any]) -> web.StreamResponse:
+        """End the stream with an error event, as vLLM does if it finds the request wrong."""
+        await self.send(event)
         await self._write("[DONE]")
         return self._response
 
@@ -148,3 +152,7 @@ class WholeReply:
 
     async def fail(self) -> web.StreamResponse:
         return bad_gateway(self._request_id)
+
+    async def refuse(self, event: dict[str, Any]) -> web.StreamResponse:
+        """Answer with the error of an engine's event and with its status, as vLLM does without a stream."""
+        return web.json_response(event, status=event["error"]["code"], headers=self._headers)

@@ -246,6 +246,30 @@ async def test_a_refusal_reaches_the_client() -> None:
         assert relayed.results() == {"one_engine": 1}
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_refusal_in_a_stream_reaches_the_client(streamed: bool) -> None:
+    """vLLM finds some faults of a request only after its stream has begun."""
+    async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
+        home.usual = other.usual = Plan(event=400)
+        body = BODY if streamed else BODY | {"stream": False, "stream_options": None}
+        said = []
+        for url in (other.url, relayed.url):
+            async with relayed.session.post(url + CHAT, json=body) as response:
+                text = await response.text()
+                error, *rest = text.removeprefix("data: ").strip().split("\n\n")
+                said.append((response.status, response.content_type, json.loads(error), rest))
+                assert response.headers.items() >= CORS.items()
+        assert said[0] == said[1]
+        assert said[0][0] == (200 if streamed else 400)
+        assert (len(home.seen), len(other.seen), relayed.results()) == (1, 1, {"one_engine": 1})
+
+
+async def test_a_fault_of_the_engine_in_a_stream_does_not_reach_the_client() -> None:
+    async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
+        home.usual = Plan(event=500)
+        assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
+
+
 async def test_one_json_object() -> None:
     async with engines(SCRIPT, 3) as (home, answering, alone), relaying(home.url) as relayed:
         await handed(home, answering.url)
