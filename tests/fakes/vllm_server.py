@@ -119,6 +119,7 @@ class Plan:
     waits_after: int | None = None
     status: int | None = None
     event: int | None = None
+    idles: bool = False
 
 
 @dataclass
@@ -211,10 +212,14 @@ class FakeVllm:
         self, response: web.StreamResponse, writer: _Writer, deltas: Iterator[Delta], plan: Plan, prompt: list[int]
     ) -> None:
         async def send(chunk: dict[str, Any] | str) -> None:
+            if plan.idles:
+                await response.write(b": keep-alive\n\n")
             data = chunk if isinstance(chunk, str) else json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
             await response.write(f"data: {data}\n\n".encode())
 
         if plan.breaks_after == 0 and not plan.aborts:
+            if plan.idles:
+                await response.write(b": keep-alive\n\n")
             return
         for chunk in writer.begin(prompt):
             await send(chunk)

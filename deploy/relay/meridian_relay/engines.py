@@ -142,7 +142,8 @@ class Engines:
         headers: MultiMapping[str],
         begins: Callable[[MultiMapping[str]], None] = lambda headers: None,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of a stream until its regular end. Raises EngineFailed or Refused.
+        """Yield the chunks of a stream until its regular end, and an empty one for each comment. Raises EngineFailed or
+        Refused.
 
         begins: is called with the response's headers before the first chunk.
         """
@@ -205,7 +206,8 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the JSON objects of server-sent events until `[DONE]`. Raises EngineFailed at an error event or a bare end.
+    """Yield the JSON objects of server-sent events until `[DONE]`, and an empty one for each comment. Raises
+    EngineFailed at an error event or a bare end.
 
     The first chunk names all tokens of the prompt, so a line may be longer than the reader's own limit.
     """
@@ -216,7 +218,9 @@ async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any
             data = line.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return
-            if data and line.startswith(b"data:"):
+            if line.startswith(b":"):
+                yield {}
+            elif data and line.startswith(b"data:"):
                 chunk = json.loads(data)
                 if isinstance(chunk, dict) and "error" in chunk:
                     raise EngineFailed(str(chunk["error"])[:200], broke=True, refusal=_refusal(chunk))

@@ -43,6 +43,11 @@ class NoEngineLeft(Exception):  # noqa: N818 - the name states the condition
 class Reply(Protocol):
     def begin(self, headers: MultiMapping[str]) -> None: ...
 
+    @property
+    def begun(self) -> bool: ...
+
+    async def keep_alive(self) -> None: ...
+
     async def send(self, chunk: dict[str, Any]) -> None: ...
 
     async def end(self, usage: dict[str, Any]) -> web.StreamResponse: ...
@@ -134,13 +139,15 @@ class Exchange:
                 aclosing(self._engines.chunks(url, CHAT, body, self._headers, self._reply.begin)) as chunks,
             ):
                 async for chunk in chunks:
-                    if not chunk["choices"]:
+                    if not chunk:
+                        await self._reply.keep_alive()
+                    elif not chunk["choices"]:
                         self._usage = chunk
                     elif await self._pass_on(chunk):
                         ended = True
                         limit.reschedule(asyncio.get_running_loop().time() + USAGE_S)
         except Refused as refused:
-            if self._form:
+            if self._form or self._reply.begun:
                 raise EngineFailed(str(refused)) from refused
             raise
         except (EngineFailed, TimeoutError):
@@ -237,7 +244,9 @@ class Exchange:
         try:
             async with aclosing(self._engines.chunks(url, COMPLETIONS, body, self._headers)) as chunks:
                 async for chunk in chunks:
-                    if chunk["choices"]:
+                    if not chunk:
+                        await self._reply.keep_alive()
+                    elif chunk["choices"]:
                         self._note_second_leg(url, params is not None)
                         await self._take(chunk["choices"][0], whole)
                     if self._finished:

@@ -65,37 +65,46 @@ class StreamedReply:
 
     def begin(self, headers: MultiMapping[str]) -> None:
         """Give the response, unless it has begun, the headers of an engine's response that are not its body's."""
-        if not self._response.prepared:
+        if not self.begun:
             self._response.headers.update(passed(headers, OF_THE_BODY))
 
+    @property
+    def begun(self) -> bool:
+        """Whether the client has the response's head."""
+        return self._response.prepared
+
+    async def keep_alive(self) -> None:
+        """Send the comment by which vLLM keeps proxies from closing an idle stream."""
+        await self._write(": keep-alive")
+
     async def send(self, chunk: dict[str, Any]) -> None:
-        await self._write(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+        await self._write("data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
 
     async def end(self, usage: dict[str, Any]) -> web.StreamResponse:
         """End the stream after the usage chunk, if the client asked for it."""
         if self._usage_wanted:
             await self.send(usage)
-        await self._write("[DONE]")
+        await self._write("data: [DONE]")
         return self._response
 
     async def fail(self) -> web.StreamResponse:
         """Return an error response, or end the stream with an error event if it has begun."""
-        if not self._response.prepared:
+        if not self.begun:
             return bad_gateway(self._response.headers[REQUEST_ID])
         return await self.refuse(no_engine())
 
     async def refuse(self, event: dict[str, Any]) -> web.StreamResponse:
         """End the stream with an error event, as vLLM does if it finds the request wrong."""
         await self.send(event)
-        await self._write("[DONE]")
+        await self._write("data: [DONE]")
         return self._response
 
-    async def _write(self, data: str) -> None:
+    async def _write(self, event: str) -> None:
         try:
-            if not self._response.prepared:
+            if not self.begun:
                 await self._response.prepare(self._request)
             # A half of a surrogate pair is valid JSON, but no text.
-            await self._response.write(f"data: {data}\n\n".encode(errors="replace"))
+            await self._response.write(f"{event}\n\n".encode(errors="replace"))
         except ConnectionError as error:
             raise ClientGone(self._response) from error
 
@@ -113,6 +122,14 @@ class WholeReply:
     def begin(self, headers: MultiMapping[str]) -> None:
         """Give the response the headers of an engine's response that are not its body's."""
         self._headers.update(passed(headers, OF_THE_BODY))
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has the response's head."""
+        return False
+
+    async def keep_alive(self) -> None:
+        """Do nothing, because a response in one piece has no comments."""
 
     async def send(self, chunk: dict[str, Any]) -> None:
         choice = chunk["choices"][0]

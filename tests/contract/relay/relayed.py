@@ -86,7 +86,7 @@ async def ask(session: aiohttp.ClientSession, url: str, **fields: Any) -> Answer
         if response.status != 200:
             answer.error = (await response.json())["error"]
             return answer
-        lines = [line async for line in response.content if line.strip()]
+        lines = [line async for line in response.content if line.strip() and not line.startswith(b":")]
     assert lines[-1] == b"data: [DONE]\n"
     for line in lines[:-1]:
         chunk = json.loads(line.removeprefix(b"data: "))

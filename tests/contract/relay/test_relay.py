@@ -119,6 +119,31 @@ async def test_repeated_headers_reach_each_engine() -> None:
             assert headers.getall("Content-Type") == ["application/json"]
 
 
+async def test_comments_of_an_idle_stream_reach_the_client() -> None:
+    """By them `--sse-keep-alive-interval` keeps proxies from closing the connection while the client waits."""
+    comment = ": keep-alive\n\n"
+    async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
+        await handed(home, answering.url)
+        home.usual.idles = answering.usual.idles = True
+        async with relayed.session.post(relayed.url + CHAT, json=BODY) as response:
+            text = await response.text()
+        assert text.startswith(comment)
+        assert text.count(comment) > text.count("data: "), "both engines send more chunks than the client gets"
+        assert relayed.results() == {"handed_over": 1}
+        body = BODY | {"stream": False, "stream_options": None}
+        async with relayed.session.post(relayed.url + CHAT, json=body) as response:
+            assert (await response.json())["choices"][0]["message"]["content"] == ANSWER
+
+
+async def test_a_refusal_after_a_comment_ends_the_stream() -> None:
+    """The client has the head of the response already."""
+    async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
+        home.usual, other.usual = Plan(breaks_after=0, idles=True), Plan(status=429)
+        answer = await relayed.ask()
+        assert answer.error is not None
+        assert (answer.status, answer.error["code"], answer.chunks) == (200, 502, [])
+
+
 async def test_without_a_limit_the_context_is_the_limit() -> None:
     async with engines(SCRIPT, 2) as (home, answering), relaying(home.url) as relayed:
         await handed(home, answering.url)
