@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -118,9 +119,10 @@ class Relay:
             try:
                 target = URL(url + target_of(request), encoded=True)
                 async with self._engines.response(url, request.method, target, headers=headers, data=body) as upstream:
-                    response = web.StreamResponse(
-                        status=upstream.status, reason=upstream.reason, headers=passed(upstream.headers, set())
-                    )
+                    answered = passed(upstream.headers, set())
+                    if location := answered.get("Location"):
+                        answered["Location"] = here(location, target)
+                    response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=answered)
                     await response.prepare(request)
                     async for part in upstream.content.iter_any():
                         await response.write(part)
@@ -146,3 +148,13 @@ def target_of(request: web.Request) -> str:
     """Return the path and query that a client asks for; clients of a proxy name the whole URL."""
     raw = request.raw_path
     return raw if raw.startswith("/") else request.rel_url.raw_path_qs
+
+
+def here(location: str, asked: URL) -> str:
+    """Return where a redirect leads a client of the relay: an engine names its own address, which the client may not
+    reach. asked: the URL that the relay has asked for."""
+    with suppress(ValueError):
+        if (to := URL(location, encoded=True)).authority == asked.authority:
+            # Two slashes would begin the name of a host.
+            return "/" + to.raw_path_qs.lstrip("/") + (f"#{to.raw_fragment}" if to.raw_fragment else "")
+    return location

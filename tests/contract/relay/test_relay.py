@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import aiohttp
 import pytest
+from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -446,6 +447,47 @@ async def test_a_redirect_is_for_the_client() -> None:
             assert (response.status, response.headers["Location"]) == (307, "/v1/models")
         assert whole(await relayed.ask()) == (THOUGHT, ANSWER), "another engine serves an eligible request"
         assert [path for path, _ in home.seen + other.seen] == [CHAT] * 3
+
+
+@asynccontextmanager
+async def redirecting(location: str) -> AsyncIterator[str]:
+    """Yield the URL of a server that redirects all requests; `HOST` in the location is its own address, from Host."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": location.replace("HOST", request.host)})
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("named", "got"),
+    [
+        ("http://HOST/v1/models?a=%2Fb#c", "/v1/models?a=%2Fb#c"),
+        ("http://HOST//evil.example", "/evil.example"),
+        ("https://HOST/", "/"),
+        ("http://HOST", "/"),
+        ("//HOST/docs", "/docs"),
+        ("/v1/models", "/v1/models"),
+        ("https://elsewhere.example/login", "https://elsewhere.example/login"),
+        ("http://[", "http://["),
+    ],
+)
+async def test_a_redirect_to_the_engine_itself_leads_to_the_relay(named: str, got: str) -> None:
+    """vLLM redirects paths with a slash too many to its own address, which clients of the relay may not reach."""
+    async with (
+        redirecting(named) as engine,
+        relaying(engine) as relayed,
+        relayed.session.get(f"{relayed.url}/v1/models/", allow_redirects=False) as response,
+    ):
+        assert (response.status, response.headers["Location"]) == (307, got)
 
 
 async def test_an_ineligible_chat_request_passes_as_it_is() -> None:
