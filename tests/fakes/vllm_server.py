@@ -189,6 +189,7 @@ class FakeVllm:
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or self.context_tokens - len(prompt)
         if plan.status is not None or left is None or len(prompt) + limit > self.context_tokens:
             headers = CORS | ({"Location": "/v1/models"} if plan.status in range(300, 400) else {})
+            headers |= {"Retry-After": "7"} if plan.status == 503 else {}
             return web.json_response({"error": {"message": "refused"}}, status=plan.status or 400, headers=headers)
         if plan.event is not None:
             return _wrong(plan.event, body)

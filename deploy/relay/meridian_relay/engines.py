@@ -35,12 +35,20 @@ UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 FAILURES = (aiohttp.ClientOSError, aiohttp.ServerConnectionError, aiohttp.ClientResponseError)
 
 
+class Refused(Exception):  # noqa: N818 - the name states the condition
+    """An engine has answered with an error: this status, these headers and this body."""
+
+    def __init__(self, status: int, headers: MultiMapping[str], body: bytes) -> None:
+        super().__init__(f"status {status}: {body[:200].decode(errors='replace')}")
+        self.status, self.headers, self.body = status, headers, body
+
+
 class EngineFailed(Exception):  # noqa: N818 - the name states the condition
     """An engine cannot be reached, has answered with an error, or its stream has broken.
 
-    broke: the stream had begun. status: that of the answer, 0 if there is none. listens: something may listen there, so
-    that the request may have been the cause. refusal: the error event by which a stream says that it was, None if there
-    is none.
+    broke: the stream had begun. answer: what the engine has answered instead of a stream, None if nothing. listens:
+    something may listen there, so that the request may have been the cause. refusal: the error event by which a stream
+    says that it was, None if there is none.
     """
 
     def __init__(
@@ -48,20 +56,17 @@ class EngineFailed(Exception):  # noqa: N818 - the name states the condition
         message: str,
         broke: bool = False,
         *,
-        status: int = 0,
+        answer: Refused | None = None,
         listens: bool = True,
         refusal: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
-        self.broke, self.status, self.listens, self.refusal = broke, status, listens, refusal
+        self.broke, self.answer, self.listens, self.refusal = broke, answer, listens, refusal
 
-
-class Refused(Exception):  # noqa: N818 - the name states the condition
-    """An engine has answered that the request is wrong, with this status, these headers and this body."""
-
-    def __init__(self, status: int, headers: MultiMapping[str], body: bytes) -> None:
-        super().__init__(f"status {status}")
-        self.status, self.headers, self.body = status, headers, body
+    @property
+    def status(self) -> int:
+        """The status of the answer, 0 if there is none."""
+        return 0 if self.answer is None else self.answer.status
 
 
 class Engines:
@@ -199,10 +204,10 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     with suppress(aiohttp.ClientError, TimeoutError):
         async with asyncio.timeout(ANSWER_S):
             body = await response.read()
+    refused = Refused(response.status, response.headers, body)
     if 400 <= response.status < 500:
-        raise Refused(response.status, response.headers, body)
-    text = body[:200].decode(errors="replace")
-    raise EngineFailed(f"status {response.status}: {text}", status=response.status)
+        raise refused
+    raise EngineFailed(str(refused), answer=refused)
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any], None]:

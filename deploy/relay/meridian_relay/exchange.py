@@ -80,6 +80,8 @@ class Exchange:
         self._handed_over_s = 0.0
         self._failed: list[str] = []
         self._failures = 0
+        # The newest error that an engine has answered as its own fault.
+        self._error: Refused | None = None
         self._finished = self._gap_known = False
         # Number of tokens at the end of the newest chunk with text, and at the handover, which has all of its text.
         self._with_text = self._at_handover = 0
@@ -113,16 +115,22 @@ class Exchange:
         return self._continuation is not None or self._text.begun
 
     def _next_engine(self) -> str:
-        """Return the engine that is to serve the request next. Raises NoEngineLeft."""
+        """Return the engine that is to serve the request next. Raises NoEngineLeft, or Refused while the client has
+        nothing yet and an engine has answered with an error."""
         order = [self._continuation.url, self._home] if self._continuation else []
         order += [*self._engines.by_load(), self._engines.newest_answering]
         left = [url for url in order if url and url not in self._failed]
         if not left or self._failures >= MAX_FAILURES:
+            self.result = "failed"
+            if self._error is not None and not (self._form or self._reply.begun):
+                raise self._error
             raise NoEngineLeft
         return left[0]
 
     def _note_failure(self, url: str, error: EngineFailed) -> None:
         self._failed.append(url)
+        if error.status >= 500:
+            self._error = error.answer
         logger.warning("request %s: %s failed: %s", self._form.get("id", "without an id"), url, error)
         if error.broke:
             self._unsettled = True
@@ -252,7 +260,7 @@ class Exchange:
                     if self._finished:
                         return
         except Refused as refused:
-            raise EngineFailed(f"{refused}: {refused.body[:200].decode(errors='replace')}") from refused
+            raise EngineFailed(str(refused)) from refused
         raise EngineFailed("the stream ended without a finish_reason", broke=True)
 
     async def _take(self, choice: dict[str, Any], whole: bool) -> None:
