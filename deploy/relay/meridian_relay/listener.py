@@ -14,7 +14,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -106,7 +106,9 @@ class HttpListener:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         hosts = request.headers.getall("Host", [])
-        if len(hosts) == 1 and self.allows(hosts[0]):
+        # HTTP/1.0, by which some load balancers check health, needs no Host. Where names matter it is refused.
+        unnamed = not hosts and request.version < HttpVersion11 and not (self._on_loopback or self._further)
+        if unnamed or (len(hosts) == 1 and self.allows(hosts[0])):
             return await handler(request)
         named = ", ".join(map(ascii, hosts))[:100] or "no host"
         text = f"this listener does not answer to {named}; --allow-host adds a name\n"

@@ -67,6 +67,27 @@ async def test_a_page_at_another_name_asks_no_engine() -> None:
         assert await status(f"{url}/v1/models", Host="relay.internal") == 502
 
 
+@pytest.mark.parametrize(
+    ("head", "host", "names", "answer"),
+    [
+        (b"GET /health HTTP/1.0\r\n\r\n", "0.0.0.0", [], b"502"),
+        (b"GET /health HTTP/1.0\r\n\r\n", "0.0.0.0", ["api.example"], b"421"),
+        (b"GET /health HTTP/1.0\r\n\r\n", "127.0.0.1", [], b"421"),
+        (b"GET /health HTTP/1.1\r\n\r\n", "0.0.0.0", [], b"400"),
+        (b"GET /health HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n", "0.0.0.0", [], b"400"),
+    ],
+)
+async def test_a_check_of_health_needs_no_name(head: bytes, host: str, names: list[str], answer: bytes) -> None:
+    """Load balancers check by HTTP/1.0 without a host, as HAProxy does, where every name is answered."""
+    async with relay(*names, host=host) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(head)
+        said = await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+    assert said.split()[1] == answer
+
+
 async def test_a_page_at_another_name_reads_no_metrics() -> None:
     async with metrics("relay.internal") as url, aiohttp.ClientSession() as session:
         async with session.get(f"{url}/metrics") as answer:
