@@ -197,7 +197,8 @@ class FakeVllm:
         writer = _Writer(form, chat, body, len(prompt), self.cuts_at_marker)
         deltas = self._deltas(Detokenizer(self.script, prompt, body, chat), left, limit, body, plan)
         if not body.get("stream"):
-            return web.json_response(writer.whole(list(deltas)), headers=CORS)
+            text = json.dumps(writer.whole(list(deltas)), ensure_ascii=False, separators=(",", ":"))
+            return web.Response(body=text.encode(), content_type="application/json", headers=CORS)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"} | CORS)
         await response.prepare(request)
         try:
@@ -355,7 +356,10 @@ class _Writer:
         message |= {"audio": None, "function_call": None, "reasoning": text["reasoning"] or None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": deltas[-1].finish_reason}
         choice |= {"stop_reason": deltas[-1].stop_reason, "token_ids": None, "routed_experts": None}
+        usage = self._usage()
+        details = usage.pop("completion_tokens_details")
+        usage |= {"prompt_tokens_details": None, "completion_tokens_details": details}
         body = {**self._form, "object": "chat.completion", "choices": [choice], "service_tier": None}
-        body |= {"system_fingerprint": "fake", "usage": {"prompt_tokens_details": None} | self._usage()}
+        body |= {"system_fingerprint": "fake", "usage": usage}
         body |= dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
         return body | dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics"))

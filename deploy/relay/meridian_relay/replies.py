@@ -24,7 +24,15 @@ USAGE = (
 )
 
 
-NO_ENGINE = "No engine could serve the request; the relay's log says why."
+# OpenAI's error object as vLLM writes it.
+NO_ENGINE: dict[str, Any] = {
+    "error": {
+        "message": "No engine could serve the request; the relay's log says why.",
+        "type": "BadGatewayError",
+        "param": None,
+        "code": 502,
+    }
+}
 
 
 class ClientGone(Exception):  # noqa: N818 - the name states the condition
@@ -35,13 +43,18 @@ class ClientGone(Exception):  # noqa: N818 - the name states the condition
         self.response = response
 
 
-def no_engine() -> dict[str, Any]:
-    """Return OpenAI's error object as vLLM writes it."""
-    return {"error": {"message": NO_ENGINE, "type": "BadGatewayError", "param": None, "code": 502}}
+def json_text(value: dict[str, Any]) -> bytes:
+    """Return JSON in vLLM's form. A half of a surrogate pair is valid JSON, but no text."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
-def bad_gateway(request_id: str) -> web.Response:
-    return web.json_response(no_engine(), status=502, headers={REQUEST_ID: request_id})
+def json_response(value: dict[str, Any], status: int = 200, headers: CIMultiDict[str] | None = None) -> web.Response:
+    return web.Response(body=json_text(value), status=status, headers=headers, content_type="application/json")
+
+
+def no_engine(headers: CIMultiDict[str] | None = None) -> web.Response:
+    """Return the response if no engine can serve a request."""
+    return json_response(NO_ENGINE, 502, headers)
 
 
 def chunk_of(
@@ -75,36 +88,35 @@ class StreamedReply:
 
     async def keep_alive(self) -> None:
         """Send the comment by which vLLM keeps proxies from closing an idle stream."""
-        await self._write(": keep-alive")
+        await self._write(b": keep-alive")
 
     async def send(self, chunk: dict[str, Any]) -> None:
-        await self._write("data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+        await self._write(b"data: " + json_text(chunk))
 
     async def end(self, usage: dict[str, Any]) -> web.StreamResponse:
         """End the stream after the usage chunk, if the client asked for it."""
         if self._usage_wanted:
             await self.send(usage)
-        await self._write("data: [DONE]")
+        await self._write(b"data: [DONE]")
         return self._response
 
     async def fail(self) -> web.StreamResponse:
         """Return an error response, or end the stream with an error event if it has begun."""
         if not self.begun:
-            return bad_gateway(self._response.headers[REQUEST_ID])
-        return await self.refuse(no_engine())
+            return no_engine(CIMultiDict({REQUEST_ID: self._response.headers[REQUEST_ID]}))
+        return await self.refuse(NO_ENGINE)
 
     async def refuse(self, event: dict[str, Any]) -> web.StreamResponse:
         """End the stream with an error event, as vLLM does if it finds the request wrong."""
         await self.send(event)
-        await self._write("data: [DONE]")
+        await self._write(b"data: [DONE]")
         return self._response
 
-    async def _write(self, event: str) -> None:
+    async def _write(self, event: bytes) -> None:
         try:
             if not self.begun:
                 await self._response.prepare(self._request)
-            # A half of a surrogate pair is valid JSON, but no text.
-            await self._response.write(f"{event}\n\n".encode(errors="replace"))
+            await self._response.write(event + b"\n\n")
         except ConnectionError as error:
             raise ClientGone(self._response) from error
 
@@ -165,11 +177,11 @@ class WholeReply:
         }
         body |= dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
         body |= dict.fromkeys(("kv_transfer_params", "ec_transfer_params")) | {"metrics": usage.get("metrics")}
-        return web.json_response(body, headers=self._headers)
+        return json_response(body, headers=self._headers)
 
     async def fail(self) -> web.StreamResponse:
-        return bad_gateway(self._request_id)
+        return no_engine(CIMultiDict({REQUEST_ID: self._request_id}))
 
     async def refuse(self, event: dict[str, Any]) -> web.StreamResponse:
         """Answer with the error of an engine's event and with its status, as vLLM does without a stream."""
-        return web.json_response(event, status=event["error"]["code"], headers=self._headers)
+        return json_response(event, event["error"]["code"], self._headers)

@@ -141,7 +141,7 @@ class Relay:
                     return response
                 break
         logger.warning("%s %s: %s", request.method, request.path, failure)
-        return web.json_response(no_engine(), status=502)
+        return no_engine()
 
 
 def target_of(request: web.Request) -> str:

@@ -303,10 +303,10 @@ async def test_one_json_object() -> None:
         for url in (alone.url, relayed.url):
             body = BODY | {"stream": False, "stream_options": None}
             async with relayed.session.post(url + CHAT, json=body, headers={"X-Request-Id": "x"}) as response:
-                bodies.append(await response.json())
+                bodies.append(await response.read())
+                assert response.headers["Content-Type"] == "application/json"
                 assert response.headers.items() >= CORS.items()
         assert bodies[0] == bodies[1]
-        assert list(bodies[0]) == list(bodies[1])
         assert relayed.results() == {"handed_over": 1}
 
 
