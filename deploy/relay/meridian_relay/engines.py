@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
@@ -30,6 +31,8 @@ MAX_FAILING = 256
 CONNECT_S = 5.0
 # Seconds for an answer that takes no generation.
 ANSWER_S = 5.0
+# Seconds of silence after which an engine's machine is asked whether it is there, and between three such questions.
+SILENCE_S, ASK_S = 15, 5
 UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 # Errors of an engine before the head of its response. A client whose body cannot be read causes others.
 FAILURES = (aiohttp.ClientOSError, aiohttp.ServerConnectionError, aiohttp.ClientResponseError)
@@ -86,7 +89,7 @@ class Engines:
         # Each request has a connection of its own, because an engine may close an idle connection while the next
         # request is on its way. Bodies pass as they are, and no client's cookie reaches another client's request.
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -194,6 +197,20 @@ class Engines:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return {}
         return answer if isinstance(answer, dict) else {}
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket to an engine, whose connection ends soon after the engine's machine is gone.
+
+    A machine that is gone closes no connection, and an engine may be silent for as long as a request waits.
+    """
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", SILENCE_S), ("TCP_KEEPINTVL", ASK_S), ("TCP_KEEPCNT", 3)):
+        if (option := getattr(socket, name, None)) is not None:
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

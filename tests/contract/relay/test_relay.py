@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Collection
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -623,6 +624,22 @@ async def test_engines_that_are_gone_take_no_memory() -> None:
             held = {url for table in vars(relayed_to).values() if isinstance(table, Collection) for url in table}
             assert held & {*urls} == {*urls[-3:]}
             assert [relayed_to.serves(url) for url in urls] == [True] * 17 + [False] * 3
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux shows the timers of connections")
+async def test_the_system_watches_over_silent_engines() -> None:
+    """A machine that is gone closes no connection, so only the system's questions find out."""
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
+        home.usual = Plan(waits_after=1)
+        asking = asyncio.create_task(relayed.ask())
+        await home.waiting.wait()
+        there = f":{URL(home.url).port:04X}"
+        connections = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+        # Of the relay's end: state 01 is established, and timer 02 asks whether the other end is there.
+        found = [fields[5][:2] for fields in connections if fields[2].endswith(there) and fields[3] == "01"]
+        assert found == ["02"]
+        home.go.set()
+        assert whole(await asking) == (THOUGHT, ANSWER)
 
 
 async def test_the_engine_with_the_fewest_requests_is_next() -> None:
