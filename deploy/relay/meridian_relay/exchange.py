@@ -54,6 +54,8 @@ class Reply(Protocol):
 
     async def refuse(self, event: dict[str, Any]) -> web.StreamResponse: ...
 
+    async def fail(self) -> web.StreamResponse: ...
+
 
 class Exchange:
     """One request, from the thinking engine's first chunk to the last chunk of the engine that finishes it."""
@@ -90,7 +92,15 @@ class Exchange:
         self._unsettled = self._engine_text = False
 
     async def serve(self) -> web.StreamResponse:
-        """Serve the request to its end and return the response. Raises ClientGone, NoEngineLeft or Refused."""
+        """Serve the request to its end and return the response. Raises ClientGone or Refused."""
+        try:
+            return await self._served()
+        except NoEngineLeft:
+            self.result = "failed"
+            return await self._reply.fail()
+
+    async def _served(self) -> web.StreamResponse:
+        """As `serve`; raises NoEngineLeft, too."""
         while not self._finished:
             url = self._next_engine()
             served = self._engines.serves(url)
@@ -121,8 +131,8 @@ class Exchange:
         order += [*self._engines.by_load(), self._engines.newest_answering]
         left = [url for url in order if url and url not in self._failed]
         if not left or self._failures >= MAX_FAILURES:
-            self.result = "failed"
             if self._error is not None and not (self._form or self._reply.begun):
+                self.result = "failed"
                 raise self._error
             raise NoEngineLeft
         return left[0]

@@ -14,7 +14,7 @@ from yarl import URL
 
 from meridian_relay.bodies import CHAT, carried
 from meridian_relay.engines import UNREACHABLE, Engines, Refused
-from meridian_relay.exchange import Exchange, NoEngineLeft
+from meridian_relay.exchange import Exchange
 from meridian_relay.headers import MAX_LINE, OF_THE_BODY, OWN, REQUEST_ID, is_json, no_utf8, passed
 from meridian_relay.listener import HttpListener
 from meridian_relay.metrics import RelayMetrics
@@ -100,8 +100,6 @@ class Relay:
             answered = passed(refused.headers, {"content-length"})
             answered[REQUEST_ID] = request_id
             response = web.Response(status=refused.status, body=refused.body, headers=answered)
-        except NoEngineLeft:
-            response = await reply.fail()
         except ClientGone as gone:
             result, response = "client_gone", gone.response
         except asyncio.CancelledError:

@@ -19,6 +19,7 @@ from yarl import URL
 from meridian_relay import engines as engines_module
 from meridian_relay import listener as listener_module
 from meridian_relay.engines import EngineFailed, _events
+from meridian_relay.replies import StreamedReply
 from tests.contract.relay.relayed import BODY, LONG_S, PARAMS, Relayed, ask, engines, handover, relaying
 from tests.fakes.vllm_server import CONTEXT, CORS, END, PROMPT, FakeVllm, Plan, Script
 from tests.processes import free_port
@@ -331,6 +332,32 @@ async def test_a_client_that_leaves_ends_its_request(streamed: bool, after_hando
         await relayed.relay.stop()
         assert relayed.results() == {"client_gone": 1}
         assert relayed.value("meridian_relay_in_flight") == 0
+
+
+async def test_a_client_that_leaves_while_all_engines_fail(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
+        home.usual = Plan(waits_after=1, breaks_after=2)
+        left = asyncio.Event()
+        write = StreamedReply._write
+
+        async def leaves(reply: StreamedReply, event: bytes) -> None:
+            if b'"error"' in event:
+                # The relay learns of it by its next write, before its handler is cancelled.
+                assert reply._request.transport is not None
+                reply._request.transport.abort()
+                left.set()
+            await write(reply, event)
+
+        with patch.object(StreamedReply, "_write", leaves):
+            asking = asyncio.create_task(relayed.ask())
+            await home.waiting.wait()
+            home.go.set()
+            await left.wait()
+            with pytest.raises(aiohttp.ClientError):
+                await asking
+        await relayed.relay.stop()
+        assert relayed.results() == {"client_gone": 1}
+        assert "Traceback" not in caplog.text
 
 
 async def test_stop_lets_requests_finish() -> None:
