@@ -190,7 +190,8 @@ class Engines:
     ) -> dict[str, Any]:
         """Return the JSON object that an engine answers, empty if it answers otherwise. Raises EngineFailed."""
         try:
-            async with asyncio.timeout(ANSWER_S), self.session.request(method, url, json=body, headers=headers) as got:
+            asked = self.session.request(method, url, json=body, headers=headers, allow_redirects=False)
+            async with asyncio.timeout(ANSWER_S), asked as got:
                 answer = json.loads(await got.read()) if got.status == 200 else {}
         except UNREACHABLE as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error

@@ -18,7 +18,7 @@ from yarl import URL
 
 from meridian_relay import engines as engines_module
 from meridian_relay import listener as listener_module
-from meridian_relay.engines import EngineFailed, _events
+from meridian_relay.engines import EngineFailed, Engines, _events
 from meridian_relay.replies import StreamedReply
 from tests.contract.relay.relayed import BODY, LONG_S, PARAMS, Relayed, ask, engines, handover, relaying
 from tests.fakes.vllm_server import CONTEXT, CORS, END, PROMPT, FakeVllm, Plan, Script
@@ -493,6 +493,16 @@ async def redirecting(location: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def test_no_question_of_the_relay_follows_a_redirect() -> None:
+    """It carries the client's headers, which may be keys."""
+    async with engines(SCRIPT, 1) as (other,), redirecting(f"{other.url}/detokenize") as engine:
+        asked = Engines([engine])
+        try:
+            assert await asked.text(engine, "m", SCRIPT.tokens[:1], CIMultiDict({"X-Api-Key": "key"})) is None
+        finally:
+            await asked.close()
 
 
 @pytest.mark.parametrize(
