@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Seconds in which a new connection must send the head of its request.
 HEAD_S = 75.0
+# New connections that wait until the event loop takes them, as many as at vLLM's server.
+BACKLOG = 2048
 # Seconds for connections whose requests have ended, as for the rest of a body that nobody reads.
 STOP_S = 1.0
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/?#\s]+)(:\d+)?", re.IGNORECASE | re.ASCII)
@@ -56,7 +58,9 @@ class HttpListener:
         self._on_loopback = is_loopback(host)
         await self._runner.setup()
         try:
-            self._server = await asyncio.get_running_loop().create_server(self._connection, host or None, port)
+            self._server = await asyncio.get_running_loop().create_server(
+                self._connection, host or None, port, backlog=BACKLOG
+            )
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
             raise OSError(f"cannot listen on {host}:{port}: {reason}") from error

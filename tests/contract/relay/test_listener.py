@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
@@ -86,6 +87,16 @@ async def test_a_check_of_health_needs_no_name(head: bytes, host: str, names: li
         writer.close()
         await writer.wait_closed()
     assert said.split()[1] == answer
+
+
+async def test_many_clients_may_connect_while_the_event_loop_is_busy() -> None:
+    """A connection that finds no place is tried again after seconds only."""
+    async with relay() as url:
+        address = "127.0.0.1", int(url.rpartition(":")[2])
+        with ExitStack() as opened:
+            # This test holds up the relay's own event loop.
+            for _ in range(300):
+                opened.enter_context(socket.create_connection(address, timeout=120)).settimeout(0)
 
 
 async def test_a_page_at_another_name_reads_no_metrics() -> None:
