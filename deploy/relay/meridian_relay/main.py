@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 logger = logging.getLogger("meridian_relay")
+
+_BASE = re.compile(r"https?://[^\s/?#@]+/?", re.IGNORECASE)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,11 +73,10 @@ def log_format() -> str:
 def engine_url(value: str) -> str:
     """Return the base URL of an engine without a final slash. Raises ValueError."""
     try:
-        url = URL(value)
-        usable = url.scheme in ("http", "https") and url.host and url.port and url.path in ("", "/")
+        usable = _BASE.fullmatch(value) and URL(value).host and URL(value).port
     except ValueError:
         usable = False
-    if not usable or url.query_string or url.fragment or url.user:
+    if not usable:
         raise ValueError(f"--thinking must be http://host:port or https://host:port; got {value!r}")
     return value.rstrip("/")
 
