@@ -69,7 +69,7 @@ class HttpListener:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        cut = asyncio.get_running_loop().call_later(self._drain_s, self._cut)
+        cut = asyncio.get_running_loop().call_later(self._drain_s, self.cut)
         await self._runner.cleanup()
         cut.cancel()
         for timer in self._due.values():
@@ -97,7 +97,8 @@ class HttpListener:
         if protocol.transport is not None:
             protocol.transport.abort()
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
+        """End the requests under way."""
         for task in self._tasks:
             task.cancel()
 

@@ -23,7 +23,7 @@ from meridian_relay.metrics import metrics_listener
 from meridian_relay.server import Relay
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("meridian_relay")
 
@@ -99,11 +99,16 @@ def allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def serve(args: argparse.Namespace) -> None:
-    """Run a relay until a signal. Raises OSError or ValueError if the start fails."""
-    stop = asyncio.Event()
+def on_signals(act: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, act)
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Run a relay until a signal; a second one ends the requests that are still under way. Raises OSError or ValueError
+    if the start fails."""
+    stop = asyncio.Event()
+    on_signals(stop.set)
     host, port = flag_address("--listen", args.listen)
     relay = relay_of(args)
     metrics = metrics_listener(REGISTRY, args.allow_host)
@@ -113,7 +118,8 @@ async def serve(args: argparse.Namespace) -> None:
         port = await relay.start(host, port)
         logger.info("listening on %s:%d, thinking engines %s", host, port, " ".join(args.thinking))
         await stop.wait()
-        logger.info("shutting down: requests under way have %g s", args.drain_s)
+        on_signals(relay.cut)
+        logger.info("shutting down: requests under way have %g s; a second signal ends them", args.drain_s)
     finally:
         await relay.stop()
         await metrics.stop()

@@ -71,6 +71,10 @@ class Relay:
         await self._http.stop()
         await self._engines.close()
 
+    def cut(self) -> None:
+        """End the requests under way."""
+        self._http.cut()
+
     async def _any(self, request: web.Request) -> web.StreamResponse:
         if name := no_utf8(request.headers):
             raise web.HTTPBadRequest(text=f"the header {name} is not UTF-8\n")
