@@ -247,10 +247,19 @@ async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any
                 chunk = json.loads(data)
                 if isinstance(chunk, dict) and "error" in chunk:
                     raise EngineFailed(str(chunk["error"])[:200], broke=True, refusal=_refusal(chunk))
-                if not isinstance(chunk, dict) or not isinstance(chunk.get("choices"), list):
+                if not _is_chunk(chunk):
                     raise EngineFailed(f"an event is no chunk: {data[:200].decode(errors='replace')}", broke=True)
                 yield chunk
     raise EngineFailed("the stream ended without [DONE]", broke=True)
+
+
+def _is_chunk(event: Any) -> bool:
+    """Whether an event has choices, each with a chat's delta or a completion's text."""
+    choices = event.get("choices") if isinstance(event, dict) else None
+    return isinstance(choices, list) and all(
+        isinstance(choice, dict) and (isinstance(choice.get("delta"), dict) or isinstance(choice.get("text"), str))
+        for choice in choices
+    )
 
 
 def _refusal(event: dict[str, Any]) -> dict[str, Any] | None:

@@ -565,7 +565,19 @@ class Parts:
         yield self._data
 
 
-@pytest.mark.parametrize("event", ["5", "[]", '{"foo": 1}', '{"choices": null}', '{"object": "error", "code": 500}'])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "5",
+        "[]",
+        '{"foo": 1}',
+        '{"choices": null}',
+        '{"object": "error", "code": 500}',
+        '{"choices": [5]}',
+        '{"choices": [{"index": 0}]}',
+        '{"choices": [{"delta": null}]}',
+    ],
+)
 async def test_an_event_that_is_no_chunk_breaks_the_stream(event: str) -> None:
     """Another engine then continues the request, as after each break."""
     content: Any = Parts(f'data: {{"choices": []}}\n\ndata: {event}\n\n'.encode())
