@@ -18,7 +18,7 @@ import aiohttp
 from meridian_relay.headers import MAX_LINE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
     from aiohttp import ClientResponse
     from multidict import MultiMapping
@@ -44,6 +44,13 @@ class Refused(Exception):  # noqa: N818 - the name states the condition
     def __init__(self, status: int, headers: MultiMapping[str], body: bytes) -> None:
         super().__init__(f"status {status}: {body[:200].decode(errors='replace')}")
         self.status, self.headers, self.body = status, headers, body
+
+    def event(self) -> dict[str, Any] | None:
+        """Return the body as the error event of a stream; None if it is none."""
+        with suppress(ValueError, RecursionError):
+            event = json.loads(self.body)
+            return event if isinstance(event, dict) and isinstance(event.get("error"), dict) else None
+        return None
 
 
 class EngineFailed(Exception):  # noqa: N818 - the name states the condition
@@ -148,7 +155,7 @@ class Engines:
         path: str,
         body: dict[str, Any],
         headers: MultiMapping[str],
-        begins: Callable[[MultiMapping[str]], None] = lambda headers: None,
+        begins: Callable[[MultiMapping[str]], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a stream until its regular end, and an empty one for each comment. Raises EngineFailed or
         Refused.
@@ -160,7 +167,8 @@ class Engines:
             async with self.response(url, "POST", url + path, json=body, headers=headers) as response:
                 await _check(response)
                 begun = True
-                begins(response.headers)
+                if begins is not None:
+                    await begins(response.headers)
                 async for chunk in _events(response.content):
                     yield chunk
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:

@@ -41,7 +41,7 @@ class NoEngineLeft(Exception):  # noqa: N818 - the name states the condition
 
 
 class Reply(Protocol):
-    def begin(self, headers: MultiMapping[str]) -> None: ...
+    async def begin(self, headers: MultiMapping[str]) -> None: ...
 
     @property
     def begun(self) -> bool: ...
@@ -165,8 +165,10 @@ class Exchange:
                         ended = True
                         limit.reschedule(asyncio.get_running_loop().time() + USAGE_S)
         except Refused as refused:
-            if self._form or self._reply.begun:
+            if self._form:
                 raise EngineFailed(str(refused)) from refused
+            if self._reply.begun:
+                raise EngineFailed(str(refused), refusal=refused.event()) from refused
             raise
         except (EngineFailed, TimeoutError):
             if not ended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from multidict import CIMultiDict
 from meridian_relay.headers import OF_THE_BODY, REQUEST_ID, passed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from aiohttp import web_request
     from multidict import MultiMapping
 
@@ -76,10 +79,13 @@ class StreamedReply:
             headers={"Content-Type": "text/event-stream; charset=utf-8", REQUEST_ID: request_id}
         )
 
-    def begin(self, headers: MultiMapping[str]) -> None:
-        """Give the response, unless it has begun, the headers of an engine's response that are not its body's."""
+    async def begin(self, headers: MultiMapping[str]) -> None:
+        """Send the response's head, unless the client has it, with the headers of an engine's response that are not its
+        body's. As with vLLM the client has it before the first token, however long that takes."""
         if not self.begun:
             self._response.headers.update(passed(headers, OF_THE_BODY))
+            with self._to_client():
+                await self._response.prepare(self._request)
 
     @property
     def begun(self) -> bool:
@@ -113,10 +119,13 @@ class StreamedReply:
         return self._response
 
     async def _write(self, event: bytes) -> None:
-        try:
-            if not self.begun:
-                await self._response.prepare(self._request)
+        with self._to_client():
             await self._response.write(event + b"\n\n")
+
+    @contextmanager
+    def _to_client(self) -> Iterator[None]:
+        try:
+            yield
         except ConnectionError as error:
             raise ClientGone(self._response) from error
 
@@ -131,7 +140,7 @@ class WholeReply:
         self._text = {"reasoning": StringIO(), "content": StringIO()}
         self._ending: dict[str, Any] = {}
 
-    def begin(self, headers: MultiMapping[str]) -> None:
+    async def begin(self, headers: MultiMapping[str]) -> None:
         """Give the response the headers of an engine's response that are not its body's."""
         self._headers.update(passed(headers, OF_THE_BODY))
 

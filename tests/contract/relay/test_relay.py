@@ -25,7 +25,7 @@ from tests.fakes.vllm_server import CONTEXT, CORS, END, PROMPT, FakeVllm, Plan, 
 from tests.processes import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 SCRIPT = Script(
     [b"so ", b"think ", b"more"], [b"\n\n", b"an", b"swer ", b"is ", "é".encode()[:1], "é".encode()[1:], b"!"]
@@ -138,13 +138,33 @@ async def test_comments_of_an_idle_stream_reach_the_client() -> None:
             assert (await response.json())["choices"][0]["message"]["content"] == ANSWER
 
 
-async def test_a_refusal_after_a_comment_ends_the_stream() -> None:
-    """The client has the head of the response already."""
+async def test_the_client_has_the_head_before_the_first_token() -> None:
+    """Clients and proxies may wait for it for less time than a request waits for its turn."""
+    begins = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"X-Engine": "it", "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await begins.wait()
+        return response
+
+    async with serving(answer) as engine, relaying(engine) as relayed:
+        try:
+            asked = relayed.session.post(relayed.url + CHAT, json=BODY)
+            async with asyncio.timeout(LONG_S), asked as response:
+                assert (response.status, response.headers["X-Engine"]) == (200, "it")
+                begins.set()
+                assert "BadGatewayError" in await response.text()
+        finally:
+            begins.set()
+
+
+async def test_a_refusal_after_the_head_is_an_error_event() -> None:
     async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
-        home.usual, other.usual = Plan(breaks_after=0, idles=True), Plan(status=429)
+        home.usual, other.usual = Plan(breaks_after=0), Plan(status=429)
         answer = await relayed.ask()
-        assert answer.error is not None
-        assert (answer.status, answer.error["code"], answer.chunks) == (200, 502, [])
+        assert (answer.status, answer.error, answer.chunks) == (200, {"message": "refused"}, [])
+        assert relayed.results() == {"one_engine": 1}
 
 
 async def test_without_a_limit_the_context_is_the_limit() -> None:
@@ -478,12 +498,8 @@ async def test_a_redirect_is_for_the_client() -> None:
 
 
 @asynccontextmanager
-async def redirecting(location: str) -> AsyncIterator[str]:
-    """Yield the URL of a server that redirects all requests; `HOST` in the location is its own address, from Host."""
-
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(status=307, headers={"Location": location.replace("HOST", request.host)})
-
+async def serving(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """Yield the URL of a server that answers all requests so."""
     app = web.Application()
     app.router.add_route("*", "/{rest:.*}", answer)
     runner = web.AppRunner(app)
@@ -493,6 +509,17 @@ async def redirecting(location: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def redirecting(location: str) -> AsyncIterator[str]:
+    """Yield the URL of a server that redirects all requests; `HOST` in the location is its own address, from Host."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=307, headers={"Location": location.replace("HOST", request.host)})
+
+    async with serving(answer) as url:
+        yield url
 
 
 async def test_no_question_of_the_relay_follows_a_redirect() -> None:
