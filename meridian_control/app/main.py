@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import sys
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -135,6 +136,13 @@ async def until_signal(jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
             task.cancel()
 
 
+def allow_files() -> None:
+    """Raise the limit of open files as far as the system lets a user: each engine and each caller takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(argv)
@@ -142,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"meridian-control: {printable(str(error))}", file=sys.stderr)
         return 2
     logs.begin(args)
+    allow_files()
     try:
         with (
             decision_file(args.decision_log, serves=args.listen) as settled,
