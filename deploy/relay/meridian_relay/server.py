@@ -132,7 +132,9 @@ class Relay:
             except UNREACHABLE as error:
                 failure = f"{url} cannot be reached: {error}"
             except (aiohttp.ClientError, OSError) as error:
-                failure = f"{url} failed: {error}"
+                # The text of some errors has the query, in which a client may have put a key.
+                reason = error.message if isinstance(error, aiohttp.ClientResponseError) else error
+                failure = f"{url} failed: {reason}"
                 if response is not None:
                     # A client that has hung up raises ConnectionError.
                     if not isinstance(error, ConnectionError):

@@ -486,6 +486,22 @@ async def test_the_log_names_an_engine_that_breaks_off_its_response(caplog: pyte
         assert f"POST {CHAT}: {home.url} broke off its response" in caplog.text
 
 
+async def test_the_log_does_not_have_what_may_be_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"no HTTP\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        engine = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with relaying(engine) as relayed:
+            url = f"{relayed.url}/v1/models?key=SECRET"
+            async with relayed.session.get(url, headers={"Authorization": "SECRET"}) as response:
+                assert response.status == 502
+    assert f"GET /v1/models: {engine} failed: " in caplog.text
+    assert "SECRET" not in caplog.text
+
+
 async def test_a_redirect_is_for_the_client() -> None:
     """The relay follows none, because it would send the client's key to another host."""
     async with engines(SCRIPT, 2) as (home, other), relaying(home.url, other.url) as relayed:
