@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 # Seconds for which an engine that gave no answer, or an error, gets no request if another is there.
 SKIP_S = 2.0
-# Largest number of failing engines that are remembered. Answering engines come and go, and may come back elsewhere.
-MAX_FAILING = 256
+# Largest number of failing engines that are remembered, and of names. Answering engines come and go, and may come back
+# elsewhere.
+MAX_REMEMBERED = 256
 CONNECT_S = 5.0
+# Seconds for which a name's addresses count without another question.
+NAMES_S = 10
 # Seconds for an answer that takes no generation.
 ANSWER_S = 5.0
 # Seconds of silence after which an engine's machine is asked whether it is there, and between three such questions.
@@ -96,7 +99,9 @@ class Engines:
         # Each request has a connection of its own, because an engine may close an idle connection while the next
         # request is on its way. Bodies pass as they are, and no client's cookie reaches another client's request.
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket),
+            connector=aiohttp.TCPConnector(
+                limit=0, force_close=True, resolver=_Resolver(), ttl_dns_cache=NAMES_S, socket_factory=_socket
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -144,7 +149,7 @@ class Engines:
         if serves:
             return
         self._failing[url] = None
-        if len(self._failing) > MAX_FAILING:
+        if len(self._failing) > MAX_REMEMBERED:
             del self._failing[next(iter(self._failing))]
         if url in self._skipped_until:
             self._skipped_until[url] = time.monotonic() + SKIP_S
@@ -206,6 +211,30 @@ class Engines:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return {}
         return answer if isinstance(answer, dict) else {}
+
+
+class _Resolver(aiohttp.ThreadedResolver):
+    """Finds the addresses of engines' names, and takes those found last while no name server answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[tuple[str, int, int], list[aiohttp.abc.ResolveResult]] = {}
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[aiohttp.abc.ResolveResult]:
+        asked = host, port, int(family)
+        try:
+            found = await super().resolve(host, port, family)
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN or asked not in self._found:
+                raise
+            return self._found[asked]
+        self._found.pop(asked, None)
+        self._found[asked] = found
+        if len(self._found) > MAX_REMEMBERED:
+            del self._found[next(iter(self._found))]
+        return found
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

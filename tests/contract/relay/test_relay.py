@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -708,7 +709,7 @@ async def test_engines_that_are_gone_take_no_memory() -> None:
     """Answering engines come and go; each new pod has another address."""
     urls = [f"http://127.0.0.{1 + number}:{free_port()}" for number in range(20)]
     async with engines(SCRIPT, 1) as (home,), relaying(home.url) as relayed:
-        with patch.object(engines_module, "MAX_FAILING", 3):
+        with patch.object(engines_module, "MAX_REMEMBERED", 3):
             for url in urls:
                 await handed(home, url)
                 assert whole(await relayed.ask()) == (THOUGHT, ANSWER)
@@ -732,6 +733,33 @@ async def test_the_system_watches_over_silent_engines() -> None:
         assert found == ["02"]
         home.go.set()
         assert whole(await asking) == (THOUGHT, ANSWER)
+
+
+async def test_names_keep_their_addresses_while_no_name_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason: int | None = None
+    real = socket.getaddrinfo
+
+    def getaddrinfo(*asked: Any, **more: Any) -> Any:
+        if reason is not None:
+            raise socket.gaierror(reason, "said so")
+        return real(*asked, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(engines_module, "NAMES_S", 0)
+    async with engines(SCRIPT, 1) as (home,), relaying(home.url.replace("127.0.0.1", "localhost")) as relayed:
+
+        async def status() -> int:
+            async with relayed.session.get(relayed.url + "/v1/models") as response:
+                return response.status
+
+        assert await status() == 200
+        reason = socket.EAI_AGAIN
+        assert await status() == 200
+        reason = socket.EAI_NONAME
+        assert await status() == 502, "the name is gone"
+    async with relaying("http://localhost:1") as relayed:
+        reason = socket.EAI_AGAIN
+        assert await status() == 502, "the name was never found"
 
 
 async def test_the_engine_with_the_fewest_requests_is_next() -> None:
