@@ -399,7 +399,7 @@ async def test_a_stream_ends_if_the_network_is_lost(control: Control, monkeypatc
     with proxy() as between:
         monkeypatch.setenv("MERIDIAN_PROXY", between.url)
         with console.Target(control.address, "", ClientCredentials()).channel() as channel:
-            watch = top._Watch(console.Client(channel), fleet_pb2.WatchFleetRequest())
+            watch = top._Watch(console.Client(channel), fleet_pb2.WatchFleetRequest(interval_ms=1000))
             updates = iter(watch)
             await asyncio.to_thread(next, updates)
             between.silent = True
