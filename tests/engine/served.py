@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from tests.certificates import Issued
 
 PROMPTS = maze.prompts(6, seed=5)
+# Blocks of the KV cache, several times as many as the most requests need. At its start vLLM writes zeros to all of
+# them, which for a whole gigabyte takes half a second.
+BLOCKS = 2048
 # Most tokens of a request: thinking up to a budget, and the beginning of an answer.
 TOKENS = 60
 # Text that vLLM writes when a budget is used up, before the end marker, and its number of tokens.
@@ -63,6 +66,7 @@ class Served:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", ENGINE_ARGS["model"]]
         command += ["--served-model-name", "maze", "--reasoning-parser", "qwen3", "--enforce-eager"]
         command += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "8"]
+        command += ["--num-gpu-blocks-override", str(BLOCKS)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--seed", "0", *options]
         env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control_target, "MERIDIAN_ENGINE_ID": "served"}
         env |= {**TOGETHER, "MERIDIAN_URL": f"http://127.0.0.1:{self.port}"}
