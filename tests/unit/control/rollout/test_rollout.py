@@ -550,14 +550,13 @@ def test_the_requests_that_a_step_waits_for_show_great_harm(limit: float, share:
 
 def violated(limit: float, share: float, judged: int) -> float:
     """Return the probability that so many requests, each looked at, violate a limit, if this share is harmed."""
-    courses = {0: 1.0}
+    courses: Any = np.ones(1)
     for number in range(1, judged + 1):
-        after = dict.fromkeys(range(number + 1), 0.0)
-        for harmful, probability in courses.items():
-            after[harmful] += probability * (1 - share)
-            after[harmful + 1] += probability * share
-        courses = {each: p for each, p in after.items() if evidence(each, number, limit) < STRONG_EVIDENCE}
-    return 1 - sum(courses.values())
+        # By the number of harmful requests, with which the evidence grows.
+        courses = np.convolve(courses, (1 - share, share))
+        while len(courses) and evidence(len(courses) - 1, number, limit) >= STRONG_EVIDENCE:
+            courses = courses[:-1]
+    return 1 - float(courses.sum())
 
 
 def test_the_limit_for_harm_is_the_plans_or_the_candidates_own() -> None:
