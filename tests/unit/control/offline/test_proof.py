@@ -22,20 +22,21 @@ def replay_of(traffic: Traffic, seed: int, count: int) -> Replay:
     return Replay(episodes, from_probes(episodes), BASE, DELAY_TOKENS)
 
 
-@pytest.mark.parametrize("unattended", [False, True])
-def test_where_safe_rules_are_close_to_the_allowed_loss_one_is_proved(unattended: bool) -> None:
+def test_where_safe_rules_are_close_to_the_allowed_loss_one_is_proved() -> None:
     """Of this traffic, rules that save more than four tenths of the thinking lose more than two answers in a hundred,
     and rules that save three tenths lose one."""
-    goal, traffic, saved = Goal(0.02, attempt=1), Traffic(misled=0.03), []
+    goal, traffic, saved = Goal(0.02, attempt=1), Traffic(misled=0.03), list[float]()
     fresh = traffic.episodes(random.Random(100), 3000)
-    for seed in range(5):
-        found = calibrate(replay_of(traffic, seed, 1600), goal, families=[EAT_SENTENCE], unattended=unattended)
-        assert found.recommended is not None, seed
-        saved.append(found.recommended.held_out.saved)
-        floor = found.policy.scheduler.min_think_tokens
-        really = judged(BASE, fresh, dict(found.recommended.rule.entropy), floor)
-        assert really["harmful"] <= 0.02 * really["requests"], seed
-    assert np.mean(saved) > 0.15
+    for seed in range(3):
+        replay = replay_of(traffic, seed, 1600)
+        for unattended in (False, True):
+            found = calibrate(replay, goal, families=[EAT_SENTENCE], unattended=unattended)
+            assert found.recommended is not None, (seed, unattended)
+            saved.append(found.recommended.held_out.saved)
+            floor = found.policy.scheduler.min_think_tokens
+            really = judged(BASE, fresh, dict(found.recommended.rule.entropy), floor)
+            assert really["harmful"] <= 0.02 * really["requests"], (seed, unattended)
+    assert min(np.mean(saved[::2]), np.mean(saved[1::2])) > 0.15
 
 
 def test_no_rule_is_proved_that_saves_less_than_half_of_what_seems_possible() -> None:
