@@ -157,7 +157,6 @@ def test_the_answering_engine_may_think_too(pools: Pools, expected: list[Said]) 
     assert marked
     assert all_of(pools["B"].port, extra_body=marked) == expected
     no_block_is_left(pools)
-    no_block_is_left(pools)
 
 
 def test_in_shadow_nothing_is_handed_over(pools: Pools, expected: list[Said]) -> None:
@@ -283,7 +282,9 @@ def test_the_lease_ends_while_the_answering_engine_stands_still(pools: Pools, ex
     no_block_is_left(pools)
 
 
-def test_the_answering_engine_is_killed_and_comes_back(pools: Pools, expected_long: list[Said]) -> None:
+def test_the_answering_engine_is_killed_and_comes_back(
+    pools: Pools, expected: list[Said], expected_long: list[Said]
+) -> None:
     """Answers go on at the thinking engine, and no token is missing or repeated."""
     pools.apply(POLICY)
     before = results(pools)
@@ -298,7 +299,7 @@ def test_the_answering_engine_is_killed_and_comes_back(pools: Pools, expected_lo
     pools.wait_for_engines()
     pools.apply(POLICY)
     before = results(pools)
-    assert words(all_of(pools.relay_port, **LONG)) == expected_long
+    assert all_of(pools.relay_port) == expected
     assert more(results(pools), before)["handed_over"] >= 1
     no_block_is_left(pools)
 
@@ -350,18 +351,18 @@ async def computed(port: int, prompts: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_control_plane_is_killed(pools: Pools, expected_long: list[Said]) -> None:
+def test_the_control_plane_is_killed(pools: Pools, expected: list[Said], expected_long: list[Said]) -> None:
     """Requests that were to be handed over answer where they are after the lease; nothing is lost."""
     with under_way(pools.relay_port, **LONG) as said:
         answering(pools, "B", at_least=1)
         pools.control.process.kill()
     assert words(said.result()) == expected_long
-    assert words(all_of(pools.relay_port, **LONG)) == expected_long
+    assert all_of(pools.relay_port) == expected
     pools.control.start()
     no_block_is_left(pools)
 
 
-def test_the_relay_is_killed(pools: Pools, expected_long: list[Said]) -> None:
+def test_the_relay_is_killed(pools: Pools, expected: list[Said]) -> None:
     """The clients see the end of their streams; both engines free the blocks."""
     with under_way(pools.relay_port, **LONG) as said:
         answering(pools, "B", at_least=1)
@@ -370,14 +371,14 @@ def test_the_relay_is_killed(pools: Pools, expected_long: list[Said]) -> None:
             said.result()
     pools.start_relay()
     no_block_is_left(pools)
-    assert words(all_of(pools.relay_port, **LONG)) == expected_long
+    assert all_of(pools.relay_port) == expected
 
 
-def test_the_thinking_engine_is_killed(pools: Pools, expected_long: list[Said]) -> None:
+def test_the_thinking_engine_is_killed(pools: Pools, expected: list[Said], expected_long: list[Said]) -> None:
     """Requests that think or answer there go on at the answering engine."""
     pools.apply(POLICY)
     # The relay knows the answering engine from a handover.
-    assert words(all_of(pools.relay_port, **LONG)) == expected_long
+    assert all_of(pools.relay_port) == expected
     before = results(pools)
     with under_way(pools.relay_port, **LONG) as said:
         answering(pools, "B", at_least=1)
