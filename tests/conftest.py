@@ -43,10 +43,12 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)  # type
 # that wait. All other groups follow in the order of collection.
 FIRST = (
     "engine",
+    "tests/engine/test_handover.py",
     "tests/chaos/test_faults.py",
     "tests/engine/test_matrix.py[v2-async",
-    "engine under faults",
+    "tests/contract/control/cli/test_fleet_commands.py",
     "servers",
+    "engine under faults",
     "tests/contract/control/rollout/test_rollout_guardrails.py",
     "tests/contract/control/rollout/test_rollout.py",
     "tests/soak/test_soak.py",
