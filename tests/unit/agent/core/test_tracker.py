@@ -109,8 +109,7 @@ def test_the_sample_is_the_control_group_of_the_same_share(name: str) -> None:
     assert [in_sample(name, 0.5) for name in names] == [held_out(shown_id(name), 0.5) for name in names]
 
 
-@pytest.mark.parametrize("live", [0, 1, 16, 40])
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize(("live", "share"), [(0, 0.5), (1, 0.05), (16, 0.0), (16, 0.5), (40, 0.05)])
 def test_a_cluster_has_as_many_requests_as_are_live_and_the_sample_stays_a_share(live: int, share: float) -> None:
     tracker, most = Tracker(MARKERS), 32
     for number in range(live):
