@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import json
@@ -12,6 +13,7 @@ import logging
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -22,12 +24,11 @@ from hypothesis import HealthCheck, settings
 from meridian_agent.core.plain_log import PlainLog
 from tests.engine import FIRST_TOKENS
 from tests.postgres import Postgres
-from tests.preloaded import TEST_PROCESS, Servers
+from tests.preloaded import FOLDER, TEST_PROCESS, Servers
 from tests.processes import ENGINE_ENV, Process, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
-    from pathlib import Path
 
 # A busy machine would exceed Hypothesis's own time limits. Each run tries other examples, so a few in each suffice.
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "25"))
@@ -147,6 +148,19 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """Let the test processes be forked from the process that has imported vLLM, which their tests import, too."""
     for spec in specs:
         spec.python = shlex.join(TEST_PROCESS)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let one of several test processes collect first; the others then find the tests' files compiled."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    with Path(os.environ[FOLDER], "collection").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
