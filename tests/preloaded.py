@@ -299,11 +299,7 @@ def _run(program: Sequence[str]) -> None:
     name, *arguments = program
     if name == "-c":
         exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
-        # A test process ends here with what is registered for its exit, because Python would go through all modules
-        # and objects first, which takes seconds.
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(0)
+        _leave()
     if "vllm" in sys.modules:
         _let_vllm_fork()
         # The end of each engine would unfreeze what was imported before the fork, and go through it twice.
@@ -313,6 +309,17 @@ def _run(program: Sequence[str]) -> None:
     else:
         warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
         runpy.run_module(name, run_name="__main__", alter_sys=True)
+        if name.startswith("vllm."):
+            _leave()
+
+
+def _leave() -> None:
+    """End the process with what is registered for its exit. Python would also go through all modules and objects of
+    vLLM, which takes half a second, and seconds in a test process."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
