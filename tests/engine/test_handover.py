@@ -222,12 +222,14 @@ def test_a_freeze_while_requests_are_handed_over(pools: Pools, expected_long: li
     """Answers that have begun on the other engine go on there; requests that still think answer where they are."""
     pools.apply(POLICY)
     before = results(pools)
-    with under_way(pools.relay_port, **LONG) as said:
-        answering(pools, "B", at_least=1)
-        pools.control.freeze()
-    assert words(said.result()) == expected_long
-    none_failed(pools, before)
-    pools.control.thaw()
+    try:
+        with under_way(pools.relay_port, **LONG) as said:
+            answering(pools, "B", at_least=1)
+            pools.control.freeze()
+        assert words(said.result()) == expected_long
+        none_failed(pools, before)
+    finally:
+        pools.control.thaw()
     pools.until(lambda engine: not engine.HasField("freeze"), "the thaw")
     no_block_is_left(pools)
 
