@@ -2,6 +2,8 @@
 
 // Milliseconds after which the page no longer waits for a control plane that says nothing.
 export const SILENCE_MS = 20000;
+// Characters above which a text that otherwise stays on one line is broken into several.
+const LONG = 40;
 export const $ = (id) => document.getElementById(id);
 export const number = new Intl.NumberFormat("en");
 export const clock = (stamp) => (stamp ? new Date(stamp).toLocaleTimeString() : "");
@@ -61,7 +63,9 @@ function fill(row, cells) {
       if (!i) td.scope = "row";
       row.append(td);
     }
-    const [content, kind] = Array.isArray(cell) ? cell : [cell, cell instanceof Node ? "wrap" : ""];
+    const [content, looks] = Array.isArray(cell) ? cell : [cell, cell instanceof Node ? "wrap" : ""];
+    const long = !looks.includes("wrap") && String(content?.textContent ?? content).length > LONG;
+    const kind = long ? `${looks} long`.trim() : looks;
     if (td.className !== kind) td.className = kind;
     if (content instanceof Node) {
       if (!td.firstChild || !td.firstChild.isEqualNode(content)) td.replaceChildren(content);

@@ -3,8 +3,8 @@
 import { $, clock, counted, date, element, fillRows, notice, num, number, percent, reasons } from "./rows.js";
 import { address, change, place } from "./views.js";
 
-export function requestLink(request, engine) {
-  const link = element("a", "id", request);
+function requestLink(request, engine) {
+  const link = element("a", "", request);
   link.href = address("requests", new URLSearchParams({ id: request, engine }));
   return link;
 }
@@ -61,7 +61,7 @@ const TABLES = {
     key: (r) => `${r.engine} ${r.request}`, what: "request",
     none: (state) => (state.totals.engines ? "No request is live." : "No request is live, because no engine is connected."),
     columns: [
-      ["Engine", "engine", plain("engine")], ["Request", "request", (r) => requestLink(r.request, r.engine)],
+      ["Engine", "engine", plain("engine")], ["Request", "request", (r) => [requestLink(r.request, r.engine), ""]],
       ["Tenant", "tenant", plain("tenant"), false, some("tenant")],
       ["Phase", "phase", (r) => [`${PHASES[r.phase] || "unknown"}${r.preempted ? ", preempted" : ""}`, r.phase]],
       ["Thinking", "think_tokens", count("think_tokens"), true], ["Answer", "output_tokens", count("output_tokens"), true],
@@ -74,7 +74,7 @@ const TABLES = {
     none: () => "No thinking has been ended: no rule has fired, and no request has reached its cap.",
     columns: [
       ["Time", "time", (d) => clock(d.time)], ["Engine", "engine", plain("engine")],
-      ["Request", "request", (d) => requestLink(d.request, d.engine)], ["Why", "reason", wrapped("reason")],
+      ["Request", "request", (d) => [requestLink(d.request, d.engine), ""]], ["Why", "reason", wrapped("reason")],
       ["Thinking", "think_tokens", count("think_tokens"), true],
       ["Outcome", "outcome", (d) => [d.outcome, d.level]], ["Compared by the rule", "", (d) => reasons(d.why)],
     ],

@@ -722,6 +722,36 @@ async def test_a_large_fleet_is_filtered_and_sorted(
         assert not complaints
 
 
+async def test_long_texts_stay_in_their_places(browser: Browser, tmp_path: Path) -> None:
+    """Engines, clients and operators choose texts, which may have no place to break. None may run as a script."""
+    long = "<script>window.ran=1</script><img/src=x/onerror=window.ran=1>" + "x" * 400
+    async with browsing(browser) as (page, complaints), served(tmp_path) as (control, address):
+        await control.store.append(policy(), etag="", author=long[:200], reason=long, now=utc_now())
+        end = utc_now() + timedelta(minutes=5)
+        await control.parts.freezes.add_freeze(Match((long[:200],)), end, long[:200], long)
+        with LinkedEngine([control.target], long, model=long), LinkedEngine([control.target], "off", fault=long):
+            await until(lambda: control.connected(long) and control.connected("off"))
+            with LinkedEngine([control.target]) as linked:
+                await one_life(control, linked, "mine" + long[:200])
+                linked.open("live" + long[:200], tenant=long)
+                await linked.steps_until(control.names)
+                for view in ("overview", "engines", "requests", "policy", "budgets"):
+                    await page.goto(f"{address}/#{view}")
+                    await page.locator(f"#{view}:not(.stale)").wait_for()
+                    if view == "requests":
+                        await page.locator("#ends-table a").click()
+                        await page.locator("#life h4").wait_for()
+                    for width in (360, 1280):
+                        await page.set_viewport_size({"width": width, "height": 800})
+                        assert await page.evaluate("document.documentElement.scrollWidth") <= width, (view, width)
+                        wide = await page.locator("th, td").evaluate_all(
+                            "all => all.filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.className)"
+                        )
+                        assert wide == [], (view, width)
+        assert await page.evaluate("window.ran") is None
+        assert not complaints
+
+
 async def test_links_lead_elsewhere_if_they_are_given(browser: Browser, tmp_path: Path) -> None:
     async with browsing(browser) as (page, complaints), controlling(tmp_path / "meridian.db") as control:
         whole = WholeFleet(control.fleet, "replica-1", None, lambda: True)
