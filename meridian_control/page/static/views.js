@@ -11,7 +11,7 @@ export const VIEWS = {
 
 export function place() {
   const [view, query] = location.hash.slice(1).split("?");
-  return view in VIEWS ? { view, query: new URLSearchParams(query || "") }
+  return Object.hasOwn(VIEWS, view) ? { view, query: new URLSearchParams(query || "") }
     : { view: "overview", query: new URLSearchParams() };
 }
 

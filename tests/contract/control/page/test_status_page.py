@@ -678,8 +678,10 @@ async def test_views_have_addresses_and_the_back_button_works(browser: Browser, 
         await page.locator("#overview:not(.stale)").wait_for()
         assert await page.title() == "Meridian"
         # An address that no view has is the overview's.
-        await page.goto(f"{address}/#nothing?filter=x")
-        await page.locator("#overview:not(.stale)").wait_for()
+        for name in ("nothing?filter=x", "constructor"):
+            await page.goto("about:blank")
+            await page.goto(f"{address}/#{name}")
+            await page.locator("#overview:not(.stale)").wait_for()
         assert not complaints
 
 
