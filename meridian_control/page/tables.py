@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meridian_control.common.plain_text import printable
 from meridian_control.fleet.turns import in_turns
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def asked_for(query: Mapping[str, str]) -> Asked:
 
 
 async def shown(rows: Sequence[dict[str, Any]], words: Sequence[str], field: str) -> dict[str, Any]:
-    """Return the rows that a viewer gets, the number of rows, and the number of those that contain all words."""
+    """Return the rows that a viewer gets, the number of rows, and the number of those that contain all words as
+    the page shows them."""
     matching = [row async for row in in_turns(rows) if _contains(row, words)] if words else list(rows)
     name, reverse = field.removeprefix("-"), field.startswith("-")
     if name:
@@ -65,4 +67,4 @@ def _texts(value: Any) -> Iterator[str]:
         for part in value:
             yield from _texts(part)
     elif value is not None:
-        yield str(value)
+        yield printable(str(value))

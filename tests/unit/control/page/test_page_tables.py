@@ -52,3 +52,10 @@ def test_a_query_names_tables_and_words() -> None:
     assert asked == (("gpu", "b"), (("engines", "-kv_used"), ("freezes", "")))
     long = asked_for({"filter": "x" * 1000, **{f"t{n}": "" for n in range(50)}})
     assert (len(long.words[0]), len(long.tables)) == (MAX_FILTER, MAX_TABLES)
+
+
+async def test_what_the_page_shows_of_a_text_finds_its_row() -> None:
+    """A link from a tenant to its requests has the name as the page shows it."""
+    rows = [{"tenant": "acme"}, {"tenant": "a\u202ecme\nb"}]
+    found = await shown(rows, asked_for({"filter": r"a\u202ecme\nb"}).words, "")
+    assert found["rows"] == rows[1:]
