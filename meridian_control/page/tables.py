@@ -1,11 +1,13 @@
 """Chooses which rows of a table a viewer of the status page gets: filtered, sorted, and at most so many.
 
 A viewer asks for tables by name, because a fleet may have thousands of engines and requests. The module knows rows only
-as plain data. The event loop does other work while `shown` looks for words in many rows.
+as plain data. The event loop does other work while `shown` looks at many rows.
 """
 
 from __future__ import annotations
 
+import re
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meridian_control.common.plain_text import printable
@@ -41,18 +43,20 @@ async def shown(rows: Sequence[dict[str, Any]], words: Sequence[str], field: str
     matching = [row async for row in in_turns(rows) if _contains(row, words)] if words else list(rows)
     name, reverse = field.removeprefix("-"), field.startswith("-")
     if name:
-        known = [row for row in matching if row.get(name) not in (None, "")]
-        known.sort(key=lambda row: _order(row[name]), reverse=reverse)
+        known = (row for row in matching if row.get(name) not in (None, ""))
+        ordered = [(_order(row[name]), row) async for row in in_turns(known)]
+        ordered.sort(key=itemgetter(0), reverse=reverse)
         # Rows without a value come last in both orders.
-        matching = known + [row for row in matching if row.get(name) in (None, "")]
+        matching = [row for _, row in ordered] + [row for row in matching if row.get(name) in (None, "")]
     return {"rows": matching[:MAX_ROWS], "all": len(rows), "matching": len(matching)}
 
 
-def _order(value: Any) -> tuple[bool, float, str]:
-    """Return the place of a value among others; numbers come before texts."""
+def _order(value: Any) -> tuple[bool, float, list[str | int]]:
+    """Return the place of a value among others; numbers come before texts, and in texts `gpu-2` before `gpu-10`."""
     if isinstance(value, (int, float)):
-        return False, float(value), ""
-    return True, 0.0, str(value).lower()
+        return False, float(value), []
+    parts = re.split("([0-9]{1,18})", str(value).lower())
+    return True, 0.0, [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
 def _contains(row: dict[str, Any], words: Sequence[str]) -> bool:

@@ -40,6 +40,12 @@ async def test_rows_are_filtered_and_sorted(words: str, field: str, left: str) -
     assert await ids(words, field) == left
 
 
+async def test_numbers_in_texts_are_sorted_as_numbers() -> None:
+    rows = [{"x": text} for text in ("9 → 10", "10 → 11", "gpu-10", "gpu-2", "GPU-2a", "7" * 9999, "")]
+    found = [row["x"] for row in (await shown(rows, (), "x"))["rows"]]
+    assert found == ["9 → 10", "10 → 11", "7" * 9999, "gpu-2", "GPU-2a", "gpu-10", ""]
+
+
 async def test_a_viewer_gets_a_bounded_part_and_the_numbers() -> None:
     many = [{"id": f"gpu-{n:05}", "kv": n} for n in range(5000)]
     found = await shown(many, ("gpu-00",), "-kv")
