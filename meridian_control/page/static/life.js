@@ -9,16 +9,16 @@ const DOES = { prompt: "reading the prompt", think: "thinking", output: "answeri
 const STATES = { finished: "Finished", live: "Live", lost: "End unknown, because the stream is lost" };
 const HEAD = [["Time", "num"], ["Thinking", "num"], ["Answer", "num"], ["Event"], ["Compared by the rule"], ["Outcome"]];
 let wanted = null;
-let shown = null;
+let over = false;
 let asking = false;
 
-// Shows the request that the address names.
-export function follow() {
+// Shows the request that the address names; asks for one that is shown already only if `again` says so.
+export function follow(again = false) {
   const { query } = place();
   const id = query.get("id"), engine = query.get("engine") || "";
-  if (wanted && wanted.id === id && wanted.engine === engine) return;
+  if (!again && wanted && wanted.id === id && wanted.engine === engine) return;
   wanted = id ? { id, engine } : null;
-  shown = null;
+  over = false;
   if (!id) {
     $("life").hidden = true;
     return notice("life-error", "");
@@ -28,9 +28,9 @@ export function follow() {
   ask();
 }
 
-// Asks for the request's life again until the request has finished; a stream that is lost may come back.
+// Asks for the request's life again until the request has finished or is not known; a lost stream may come back.
 export function lookAgain() {
-  if (wanted && !asking && (!shown || !shown.close_time)) ask();
+  if (wanted && !asking && !over) ask();
 }
 
 async function ask() {
@@ -44,14 +44,13 @@ async function ask() {
   }
   if (mine !== wanted) return;
   asking = false;
-  if (answer.error && !answer.again) wanted = null;
+  over = answer.error ? !answer.again : Boolean(answer.life.close_time);
   notice("life-error", answer.error ? `${answer.error[0].toUpperCase()}${answer.error.slice(1)}.` : "");
   $("life").hidden = Boolean(answer.error);
   if (!answer.error) show(answer.life);
 }
 
 function show(life) {
-  shown = life;
   const begin = new Date(life.open_time).getTime();
   const last = life.state === "lost" ? life.events[life.events.length - 1].time : Date.now();
   const end = new Date(life.close_time || last).getTime();

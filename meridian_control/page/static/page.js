@@ -143,7 +143,7 @@ $("filter").addEventListener("input", () => {
 $("lookup").addEventListener("submit", (event) => {
   event.preventDefault();
   const query = new URLSearchParams({ id: $("request-id").value.trim() });
-  if (place().query.get("id") === query.get("id")) follow();
+  if (place().query.get("id") === query.get("id")) follow(true);
   else location.hash = `requests?${query}`;
 });
 window.addEventListener("hashchange", arrive);

@@ -576,6 +576,12 @@ async def test_a_request_is_found_by_keyboard_and_its_life_shown(browser: Browse
             await page.keyboard.press("Enter")
             await page.locator("#life-error", has_text="nobody").wait_for()
             assert await page.locator("#life").is_hidden()
+            # A request that nobody knows takes the focus once.
+            await page.get_by_label("Filter").press_sequentially("9f")
+            await page.wait_for_url("**filter=9f*")
+            assert await page.evaluate("document.activeElement.id") == "filter"
+            async with page.expect_response("**/request?*"):
+                await page.get_by_role("button", name="Show").click()
             await page.go_back()
             await page.locator("#life h4", has_text="chatcmpl-mine-9f on engine").wait_for()
         assert [c for c in complaints if "404" not in c] == []
