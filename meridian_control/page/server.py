@@ -117,12 +117,14 @@ class StatusPage:
         return web.Response(text=text, content_type=kind, headers=HEADERS)
 
     async def _request(self, request: web.Request) -> web.Response:
-        """Return one request's life as JSON, or an error, with `again` if another question may find an answer."""
+        """Return one request's life and the time now as JSON, or an error, with `again` if another question may find
+        an answer."""
         asked = fleet_pb2.ExplainRequestRequest(
             request_id=request.query.get("id", ""), engine_id=request.query.get("engine", "")
         )
         try:
             life = life_rows(await decision_queries.explain(self._whole, asked))
+            life["now"] = self._whole.fleet.clock().isoformat()
             return web.json_response(printable_tree(life), headers=HEADERS)
         except MeridianError as error:
             told = {"error": printable(str(error)), "again": error.retry_after_s is not None}

@@ -47,13 +47,13 @@ async function ask() {
   over = answer.error ? !answer.again : Boolean(answer.life.close_time);
   notice("life-error", answer.error ? `${answer.error[0].toUpperCase()}${answer.error.slice(1)}.` : "");
   $("life").hidden = Boolean(answer.error);
-  if (!answer.error) show(answer.life);
+  if (!answer.error) show(answer.life, answer.now);
 }
 
-function show(life) {
+function show(life, now) {
   const begin = new Date(life.open_time).getTime();
-  const last = life.state === "lost" ? life.events[life.events.length - 1].time : Date.now();
-  const end = new Date(life.close_time || last).getTime();
+  // The browser's clock may differ from the control plane's.
+  const end = new Date(life.close_time || (life.state === "lost" ? life.events.at(-1)?.time || begin : now)).getTime();
   setText("life-heading", `${life.request_id} on ${life.engine_id}`);
   const facts = [life.tenant && `tenant ${life.tenant}`, life.slo_class && `class ${life.slo_class}`,
     life.effort && `effort ${life.effort}`, life.joined_late && "beginning not observed"];

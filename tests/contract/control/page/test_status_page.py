@@ -599,6 +599,20 @@ async def test_a_life_is_shown_although_one_question_found_no_answer(browser: Br
             assert await page.locator("#life-error").inner_text() == ""
 
 
+@pytest.mark.parametrize("hours", [-2, 2])
+async def test_a_live_request_is_as_old_as_the_control_plane_says(browser: Browser, tmp_path: Path, hours: int) -> None:
+    async with browsing(browser) as (page, complaints), served(tmp_path) as (control, address):
+        await page.clock.install(time=utc_now() + timedelta(hours=hours))
+        with LinkedEngine([control.target]) as linked:
+            linked.open("live")
+            await linked.steps_until(control.names)
+            await page.goto(f"{address}/#requests?id=live")
+            lasted = page.locator("#life-spans li", has_text="thinking")
+            await lasted.wait_for()
+            assert float((await lasted.inner_text()).split()[1]) < 3600
+        assert not complaints
+
+
 class Silent:
     """Asks another replica, which never answers."""
 
