@@ -2,7 +2,7 @@
 
 import { $, answerTo, clock, counted, element, number, setChildren, setText, short } from "./rows.js";
 
-const WIDTH = 400, HEIGHT = 110, ASK_MS = 15000, SHORTEST_S = 300;
+const WIDTH = 400, HEIGHT = 110, SHORTEST_S = 300;
 // Each chart has a title, a unit, and lines: the field of a point, the kind of line, and its name.
 const CHARTS = [
   ["Live requests", "", [["thinking", "think", "thinking"], ["answering", "output", "answering"]]],
@@ -164,5 +164,3 @@ export async function keepHistory() {
     // The stream of events says that the control plane does not answer.
   }
 }
-
-setInterval(keepHistory, ASK_MS);

@@ -9,7 +9,7 @@ import { showSavings } from "./savings.js";
 import { showTable } from "./tables.js";
 import { change, place, turn, wanted } from "./views.js";
 
-const FILTER_MS = 250, AGAIN_MS = 3000;
+const FILTER_MS = 250, AGAIN_MS = 3000, HISTORY_MS = 15000;
 
 function show(state) {
   const { view } = place();
@@ -118,7 +118,7 @@ function listen() {
 
 // Asks for what the place needs, unless the stream sends it already.
 function arrive() {
-  turn();
+  if (turn()) keepHistory();
   follow();
   if (asked !== wanted()) listen();
 }
@@ -153,9 +153,10 @@ document.addEventListener("visibilitychange", () => {
   if (document.hidden) {
     clearTimeout(timer);
     events.close();
-  } else listen();
+  } else {
+    listen();
+    keepHistory();
+  }
 });
-turn();
-follow();
-listen();
-keepHistory();
+arrive();
+setInterval(() => paused || keepHistory(), HISTORY_MS);

@@ -36,12 +36,12 @@ export function wanted() {
 
 let shown = null;
 
-// Shows the view of the address.
+// Shows the view of the address; returns whether that is another view than before.
 export function turn() {
   const { view, query } = place();
   const filter = query.get("filter") || "";
   if ($("filter") !== document.activeElement || view !== shown) $("filter").value = filter;
-  if (view === shown) return;
+  if (view === shown) return false;
   for (const name of Object.keys(VIEWS)) $(name).hidden = name !== view;
   for (const link of document.querySelectorAll("nav[aria-label=Views] a")) {
     if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
@@ -58,4 +58,5 @@ export function turn() {
     heading.focus();
   }
   shown = view;
+  return true;
 }

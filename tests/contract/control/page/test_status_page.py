@@ -486,6 +486,32 @@ async def test_the_last_hour_is_drawn(browser: Browser, tmp_path: Path, monkeypa
         assert not complaints
 
 
+async def test_the_last_hour_is_read_when_its_view_is_opened(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "PERIOD_S", 0.05)
+    async with served(tmp_path) as (_, address), browsing(browser) as (page, complaints):
+        await page.clock.install()
+        await page.goto(f"{address}/#engines")
+        await page.locator("#engines:not(.stale)").wait_for()
+        while len(await (await page.request.get(f"{address}/history")).json()) < 2:
+            await asyncio.sleep(0.02)
+        await page.clock.pause_at(utc_now() + timedelta(seconds=5))
+        async with page.expect_response("**/history"):
+            await page.get_by_role("link", name="Overview").click()
+        await page.locator("#history svg").first.wait_for()
+        # A page that is paused stands still.
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url.rpartition("/")[2]))
+        await page.get_by_role("button", name="Pause updates").click()
+        await page.clock.run_for(16_000)
+        assert asked == []
+        await page.get_by_role("button", name="Pause updates").click()
+        async with page.expect_response("**/history"):
+            await page.clock.run_for(16_000)
+        assert not complaints
+
+
 async def test_no_number_is_shown_while_the_control_plane_is_gone(browser: Browser, tmp_path: Path) -> None:
     async with browsing(browser) as (page, _), controlling(tmp_path / "meridian.db") as control:
         await control.set_policy(policy())
