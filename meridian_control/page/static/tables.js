@@ -1,6 +1,6 @@
 // The tables of the page: their columns, the field that sorts each column, and what an empty one says.
 
-import { $, clock, counted, date, element, fillRows, notice, num, number, percent, reasons } from "./rows.js";
+import { $, counted, date, element, fillRows, notice, num, number, percent, reasons } from "./rows.js";
 import { address, change, place } from "./views.js";
 
 function requestLink(request, engine) {
@@ -73,7 +73,7 @@ const TABLES = {
     key: (d) => d.key, what: "end",
     none: () => "No thinking has been ended: no rule has fired, and no request has reached its cap.",
     columns: [
-      ["Time", "time", (d) => clock(d.time)], ["Engine", "engine", plain("engine")],
+      ["Time", "time", (d) => date(d.time)], ["Engine", "engine", plain("engine")],
       ["Request", "request", (d) => [requestLink(d.request, d.engine), ""]], ["Why", "reason", wrapped("reason")],
       ["Thinking", "think_tokens", count("think_tokens"), true],
       ["Outcome", "outcome", (d) => [d.outcome, d.level]], ["Compared by the rule", "", (d) => reasons(d.why)],
@@ -85,7 +85,7 @@ const TABLES = {
     columns: [
       ["Rollout", "rollout_id", plain("rollout_id"), true], ["State", "state", (r) => [r.state, r.level]],
       ["Step", "step", plain("step")], ["Revision", "revisions", plain("revisions")],
-      ["Last event", "time", (r) => `${r.event} ${clock(r.time)}`], ["Author", "author", plain("author")],
+      ["Last event", "time", (r) => `${r.event} ${date(r.time)}`], ["Author", "author", plain("author")],
       ["Reason", "reason", wrapped("reason")],
     ],
   },

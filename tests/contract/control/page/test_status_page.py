@@ -862,6 +862,8 @@ async def test_changes_under_way_are_shown_with_their_causes(browser: Browser, t
             assert "with the candidate" in about
             assert about.endswith("Started by mara: shorter.")
             assert "watched" in await page.locator("#rollout-steps [aria-current=step]").inner_text()
+            (rollout,) = await rows_of(page, "rollouts")
+            assert str(utc_now().year) in rollout[4], "a rollout may be days old"
             # The candidate shortens thinking, so it has a limit for harm, which nothing has measured yet.
             harm, nacks = await rows_of(page, "guardrails")
             assert harm[:5] == ["harm_rate", "not measured", "not measured", "0.01", "0"]
