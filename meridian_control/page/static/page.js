@@ -96,7 +96,7 @@ function listen() {
   stream.onerror = () => {
     if (stream !== events) return;
     const refused = stream.readyState === EventSource.CLOSED;
-    connected(false, refused ? "The control plane does not let this page in, because too many are open." : undefined);
+    connected(false, refused ? "This page was not let in by the control plane, because too many are open, or by a proxy before it." : undefined);
     // A browser tries again by itself only if the connection broke.
     if (refused) later(AGAIN_MS, listen);
   };
