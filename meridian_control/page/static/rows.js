@@ -43,13 +43,17 @@ export function notice(id, text) {
   $(id).hidden = !text;
 }
 
-// Replaces the children that have changed.
+// Replaces the children that have changed; a link in one keeps the focus.
 export function setChildren(id, made) {
   const parent = $(id);
   made.forEach((child, i) => {
     const old = parent.children[i];
     if (!old) parent.append(child);
-    else if (!old.isEqualNode(child)) old.replaceWith(child);
+    else if (!old.isEqualNode(child)) {
+      const focused = old.contains(document.activeElement);
+      old.replaceWith(child);
+      if (focused) child.querySelector("a")?.focus();
+    }
   });
   while (parent.children.length > made.length) parent.lastElementChild.remove();
 }

@@ -872,6 +872,19 @@ async def test_changes_under_way_are_shown_with_their_causes(browser: Browser, t
         assert not complaints
 
 
+async def test_a_line_that_changes_keeps_the_focus(browser: Browser, tmp_path: Path) -> None:
+    async with browsing(browser) as (page, complaints), served(tmp_path) as (control, address):
+        end = utc_now() + timedelta(seconds=110)
+        await control.parts.freezes.add_freeze(Match(("eng*",)), end, "joao", "an incident")
+        await page.goto(address)
+        link = page.locator("#attention li", has_text="Freeze 1 of").get_by_role("link")
+        await link.focus()
+        before = await link.get_attribute("aria-label")
+        await page.wait_for_function("(old) => document.querySelector('#attention a').ariaLabel !== old", arg=before)
+        assert "Freeze 1 of" in await page.evaluate(PLACE)
+        assert not complaints
+
+
 async def test_a_load_is_followed_from_a_tenant_to_a_request(browser: Browser, tmp_path: Path) -> None:
     async with browsing(browser) as (page, complaints), served(tmp_path) as (control, address):
         entry = {"name": "acme", "tenant": "acme", "tokens_per_minute": 60, "max_think_tokens": 5, "shadow": False}
