@@ -55,6 +55,7 @@ let paused = false;
 // Whether the next event is shown also while the page is paused, because the reader has asked for something else.
 let due = false;
 let newest = null;
+let version = null;
 let heard = null;
 let events = null;
 let asked = null;
@@ -103,6 +104,9 @@ function listen() {
   stream.onmessage = (event) => {
     if (stream !== events) return;
     newest = JSON.parse(event.data);
+    // Another version's contents need its own page.
+    version ??= newest.version;
+    if (version !== newest.version && !paused) return location.reload();
     heard = Date.now();
     if (!paused || due) show(newest);
     due = false;

@@ -22,7 +22,7 @@ from meridian_control.capabilities.self_calibration.fleet import SelfCalibration
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.freeze_state import Match
 from meridian_control.fleet.whole_fleet import WholeFleet
-from meridian_control.page import server, tables
+from meridian_control.page import contents, server, tables
 from meridian_control.page.contents import Collector, Contents
 from meridian_control.page.server import FILES, MAX_VIEWERS, StatusPage
 from meridian_control.policy.shortening_kinds import CAP, ENTROPY
@@ -535,6 +535,19 @@ async def test_no_number_is_shown_while_the_control_plane_is_gone(browser: Brows
         await page.get_by_text("The policy has no budget.").wait_for()
         assert not await page.locator("#gone").is_visible()
         await again.stop()
+
+
+async def test_a_page_of_an_older_version_is_loaded_again(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with browsing(browser) as (page, complaints), served(tmp_path) as (_, address):
+        await page.goto(f"{address}/#engines?filter=gpu")
+        await page.locator("#engines:not(.stale)").wait_for()
+        async with page.expect_event("load"):
+            monkeypatch.setattr(contents, "__version__", "9.9.9")
+        await page.locator("footer", has_text="meridian-control 9.9.9").wait_for()
+        assert page.url.endswith("#engines?filter=gpu")
+        assert not complaints
 
 
 async def test_no_number_is_shown_while_nothing_comes(
