@@ -114,7 +114,9 @@ function listen() {
     connected(true);
   };
   stream.addEventListener("trouble", (event) => {
+    if (stream !== events) return;
     notice("notice", JSON.parse(event.data));
+    if (!paused) $(place().view).classList.add("stale");
     expect();
     connected(true);
   });

@@ -575,6 +575,24 @@ async def test_no_number_is_shown_while_nothing_comes(
         assert await page.get_by_text("No engine has connected.").is_visible()
 
 
+async def test_no_number_is_shown_while_the_contents_cannot_be_collected(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: Any) -> Contents:
+        raise StoreUnavailable("no contents")
+
+    async with browsing(browser) as (page, complaints), served(tmp_path) as (_, address):
+        await page.goto(f"{address}/#engines")
+        await page.get_by_text("No engine has connected.").wait_for()
+        with monkeypatch.context() as patched:
+            patched.setattr(Collector, "collect", away)
+            await page.locator("#notice", has_text="no contents").wait_for()
+            assert await page.get_by_text("No engine has connected.").is_hidden()
+        await page.get_by_text("No engine has connected.").wait_for()
+        assert await page.locator("#notice").is_hidden()
+        assert not complaints
+
+
 async def test_a_page_too_many_says_so_and_tries_again(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
