@@ -15,6 +15,7 @@ from meridian_control.common.enum_names import outcome_name, reason_name
 from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.common.report_bounds import MAX_AGE_STEPS
+from meridian_control.common.table_columns import NO_CAP
 from meridian_control.journal.records import Decision
 
 if TYPE_CHECKING:
@@ -219,9 +220,10 @@ class Ledger:
 
     def _is_own_cap(self, decision: Decision) -> bool:
         """Whether a cap ends thinking where the request's own does, which is in force also if the policy's is not."""
-        info = self._table.info[decision.slot] if decision.slot is not None and self.concerns(decision) else None
-        own = info.max_think_tokens if info is not None else None
-        return own is not None and own <= decision.cap_tokens
+        slot = decision.slot
+        if slot is None or not self.concerns(decision):
+            return False
+        return NO_CAP < self._table.own_cap(slot) <= decision.cap_tokens
 
     def _carried_out(self, decision: Decision, shadowed: bool, think_tokens: int) -> None:
         # A cap in shadow that is reached before its number of tokens is reached by its answer reserve.

@@ -411,20 +411,23 @@ class RequestTable(Columns):
         self.max_think_tokens[slot], self.cap_shadow[slot] = cap, shadow
         self.answer_reserve_tokens[slot] = reserve
 
+    def own_cap(self, slot: int) -> int:
+        """Return the cap that the client has set for a request, NO_CAP for none."""
+        own = info.max_think_tokens if (info := self.info[slot]) is not None else None
+        return NO_CAP if own is None else own
+
     def cap_in_force(self, slot: int) -> int:
         """Return the cap that the agent enforces for a request, NO_CAP for none: the smaller of the request's own, and
         of the one that was decided, unless that is in shadow."""
-        info, decided = self.info[slot], int(self.max_think_tokens[slot])
-        own = info.max_think_tokens if info is not None else None
+        own, decided = self.own_cap(slot), int(self.max_think_tokens[slot])
         if decided < 0 or self.cap_shadow[slot]:
-            return NO_CAP if own is None else own
-        return decided if own is None else min(own, decided)
+            return own
+        return decided if own == NO_CAP else min(own, decided)
 
     def shadow_cap(self, slot: int) -> int:
         """Return the cap in shadow of a request, NO_CAP for none. The request's own cap is never in shadow."""
-        info, decided = self.info[slot], int(self.max_think_tokens[slot])
-        is_own = info is not None and info.max_think_tokens is not None and info.max_think_tokens <= decided
-        return decided if self.cap_shadow[slot] and not is_own else NO_CAP
+        decided = int(self.max_think_tokens[slot])
+        return decided if self.cap_shadow[slot] and not NO_CAP < self.own_cap(slot) <= decided else NO_CAP
 
     def note_end(self, slot: int, reason: int, shadow: bool) -> None:
         """Note the rule that ends a request's thinking. reason: the rule's ForceReason. shadow: the rule is in shadow,

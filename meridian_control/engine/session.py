@@ -28,7 +28,9 @@ from meridian_control.engine.settings_delivery import Delivery
 from meridian_control.engine.shadow_comparison import Comparison
 from meridian_control.engine.snapshot_parts import SnapshotParts
 from meridian_control.engine.totals import Totals
+from meridian_control.policy.effects import shortest_lease_s
 from meridian_control.policy.model import Policy
+from meridian_control.policy.shortening_kinds import acts_on_thinking
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -183,8 +185,8 @@ class Session:
 
     def rank_in_force(self, slot: int) -> int:
         """Return the rank by which the engine orders a live request; 0 for all in vLLM's own order."""
-        policy = self.policy.scheduler if self._governed and self.policy is not None else None
-        orders = policy is not None and policy.enabled and not policy.shadow and policy.strategy != "stock"
+        policy = self.policy if self._governed else None
+        orders = policy is not None and acts_on_thinking(policy) and policy.scheduler.strategy != "stock"
         return max(0, int(self.table.rank[slot])) if orders else 0
 
     def tier_in_force(self, slot: int) -> int:
@@ -312,8 +314,7 @@ class Session:
             return []
         revision, policy = accepted
         self.agent_state = agent_pb2.AGENT_STATE_READY
-        leases = (policy.fallback, policy.scheduler, policy.entropy, policy.kv_memory)
-        shortest_s = min(section.lease_ms for section in leases if section.lease_ms) / 1000
+        shortest_s = shortest_lease_s(policy.fallback, policy.scheduler, policy.entropy, policy.kv_memory)
         self._ack_interval_s = min(ACK_INTERVAL_S, ACK_LEASE_SHARE * shortest_s)
         before, rules = self.policy, self._policies.compared_rules(policy)
         self.shadow.applied(revision, rules)
@@ -379,7 +380,7 @@ class Session:
     @property
     def _deciding(self) -> Policy | None:
         """The policy by which decisions are made; None while no decision is made."""
-        return None if self.hello.fault or self.freezing.frozen or self.freezing.void else self.policy
+        return self.policy if self._governed and not self.freezing.void else None
 
     def _end_void(self) -> None:
         """Note that no snapshot need come after a freeze if the engine has no requests."""

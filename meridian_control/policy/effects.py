@@ -12,7 +12,7 @@ from meridian_control.policy.shortening_kinds import DEFAULT_CAP
 if TYPE_CHECKING:
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.policy.model import Policy
-    from meridian_control.policy.schema import EntropyPolicy, SchedulerPolicy
+    from meridian_control.policy.schema import EntropyPolicy, FallbackPolicy, KvMemoryPolicy, SchedulerPolicy
 
 # A probe asks whether the answer would be empty when the request is this many thinking tokens before its cap.
 EXTENSION_LEAD_TOKENS = 64
@@ -50,6 +50,11 @@ def answer_reserve(policy: Policy, opened: OpenedRequest) -> int:
 def _of_any_request(policy: Policy, section: str) -> list[Any]:
     """Return a section of the policy, and that section of its overrides, in which unset fields are None."""
     return [getattr(variant, section) for variant in (policy, *policy.override)]
+
+
+def shortest_lease_s(*sections: FallbackPolicy | SchedulerPolicy | EntropyPolicy | KvMemoryPolicy) -> float:
+    """Return the shortest lease of these sections in seconds; only `fallback` always has one."""
+    return min(section.lease_ms for section in sections if section.lease_ms) / 1000
 
 
 def least_cap(policy: Policy) -> int:
