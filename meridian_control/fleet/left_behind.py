@@ -1,4 +1,4 @@
-"""Keeps what an engine's stream leaves to the next stream of the same engine process: each ends after half an hour."""
+"""Hands what an engine's stream leaves to the next stream of the same engine process: each ends after half an hour."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_ENTRIES = 100_000
 
 
 class LeftBehind(Generic[T]):
-    """What the newest stream of each engine process leaves to the process's next stream on the same replica.
+    """Keeps what the newest stream of each engine process leaves to the process's next stream on the same replica.
 
     leave: takes from a session what its stream leaves, as entries by what tells them apart; the session has not closed
     yet. drop: is called with the entries that no stream takes in time.

@@ -25,12 +25,19 @@ PATIENCE = timedelta(hours=1)
 
 @dataclass(slots=True, eq=False)
 class Cohort:
-    """Requests that began within LENGTH. running: number of those that have not ended. counts: counts of those that
-    have."""
+    """Requests that began within LENGTH. whole: the cohorts of the experiment. running: number of those that have not
+    ended. counts: counts of those that have."""
 
+    whole: Cohorts
     began: datetime
     running: int = 0
     counts: fleet_pb2.Savings = field(default_factory=fleet_pb2.Savings)
+
+    def leave(self) -> None:
+        """Note that a request has ended, and is counted in its cohort if it counts at all."""
+        self.running -= 1
+        if not self.running:
+            self.whole.count_complete()
 
 
 class Cohorts:
@@ -50,22 +57,16 @@ class Cohorts:
         return sum(each.treated.requests for each in counts), sum(each.control.requests for each in counts)
 
     def join(self, now: datetime) -> Cohort:
-        """Return the cohort of a request that begins now; `leave` must follow."""
-        self._count_complete(now - PATIENCE)
+        """Return the cohort of a request that begins now; `Cohort.leave` must follow."""
+        self.count_complete(now - PATIENCE)
         # The wall clock may be set back.
         if not self._waiting or abs(now - self._waiting[-1].began) >= LENGTH:
-            self._waiting.append(Cohort(now))
+            self._waiting.append(Cohort(self, now))
         cohort = self._waiting[-1]
         cohort.running += 1
         return cohort
 
-    def leave(self, cohort: Cohort) -> None:
-        """Note that a request has ended, and is counted in its cohort if it counts at all."""
-        cohort.running -= 1
-        if not cohort.running:
-            self._count_complete()
-
-    def _count_complete(self, oldest: datetime | None = None) -> None:
+    def count_complete(self, oldest: datetime | None = None) -> None:
         """Add the counts of the oldest cohorts, up to the first in which a request runs that began after `oldest`."""
         while self._waiting:
             cohort = self._waiting[0]

@@ -68,7 +68,7 @@ class Comparisons(FleetPart):
 
     def joined(self, connection: Connection) -> None:
         """Let the requests of the stream before count on."""
-        connection.session.part(ControlGroup).expect(self._left.taken_by(connection) or {})
+        connection.session.part(ControlGroup).expect(self._left.taken_by(connection))
 
     def left(self, connection: Connection, replaced: bool) -> None:
         self._left.left_by(connection, replaced)

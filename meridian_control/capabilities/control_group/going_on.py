@@ -1,5 +1,5 @@
-"""What is known of a request that counts when its stream ends and that goes on in the engine process's next stream, so
-that long requests count as often as short ones."""
+"""Keeps what is known of a request that counts when its stream ends and that goes on in the engine process's next
+stream, so that long requests count as often as short ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from meridian_control.common.table_columns import NO_END
+from meridian_control.policy.effects import shortest_lease_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from datetime import datetime
 
-    from meridian_control.capabilities.control_group.cohorts import Cohort, Cohorts
+    from meridian_control.capabilities.control_group.cohorts import Cohort
     from meridian_control.capabilities.control_group.requests import ControlRequest
     from meridian_control.common.opened_request import Identity, OpenedRequest
     from meridian_control.policy.model import Policy
@@ -24,14 +25,13 @@ if TYPE_CHECKING:
 class GoingOn:
     """A request as it was in the newest report of a stream that has ended.
 
-    cohorts, cohort: where it waits to be counted, in its experiment. until: time until which the agent obeys without a
-    stream. phase, think_tokens, first_end: as in the request table. reentered: whether it has begun to think again.
-    ended_by: the kind of shortening that has ended the thinking of a treated request first. stop_tokens: thinking
-    tokens at which shortening would have ended that of a request of the control group, -1 if it would not have.
+    cohort: where it waits to be counted. until: time until which the agent obeys without a stream. phase, think_tokens,
+    first_end: as in the request table. reentered: whether it has begun to think again. ended_by: the kind of shortening
+    that has ended the thinking of a treated request first. stop_tokens: thinking tokens at which shortening would have
+    ended that of a request of the control group, -1 if it would not have.
     """
 
     identity: Identity
-    cohorts: Cohorts
     cohort: Cohort
     until: datetime
     phase: int
@@ -42,22 +42,21 @@ class GoingOn:
     stop_tokens: int = -1
 
     def is_still(self, opened: OpenedRequest, phase: int) -> bool:
-        """Whether this is the request that a snapshot lists, and its thinking has not ended or begun again meanwhile:
-        nothing tells then what has ended it. phase: the request's present phase."""
+        """Return whether this is the request that a snapshot lists, and its thinking has not ended or begun again
+        meanwhile: nothing tells then what has ended it. phase: the request's present phase."""
         goes_on = phase == self.phase and opened.think_tokens >= self.think_tokens
         return goes_on and opened.identity == self.identity
 
 
 def lease(policy: Policy) -> timedelta:
     """Return how long an agent without a stream goes on to obey all that ends thinking."""
-    leases = policy.fallback.lease_ms, policy.scheduler.lease_ms, policy.entropy.lease_ms
-    return timedelta(milliseconds=min(lease_ms for lease_ms in leases if lease_ms))
+    return timedelta(seconds=shortest_lease_s(policy.fallback, policy.scheduler, policy.entropy))
 
 
 def drop(left: Iterable[GoingOn]) -> None:
     """Let the requests of later cohorts count without those that do not go on."""
     for before in left:
-        before.cohorts.leave(before.cohort)
+        before.cohort.leave()
 
 
 def stop_tokens(request: ControlRequest | None, before: GoingOn | None) -> int:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from meridian_control.capabilities.control_group.cohorts import Cohort, Cohorts
+    from meridian_control.capabilities.control_group.cohorts import Cohort
     from meridian_control.capabilities.control_group.experiments import Experiment
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.engine.part import ProbeResult, Stream, Turn
@@ -79,9 +79,8 @@ class ControlGroup(Part):
         self._same_rules = False
         # By slot, the kind of shortening that ended the thinking of a treated request first.
         self._ended_by: dict[int, Kind] = {}
-        # By slot of a request that counts, its cohort, and those of the same experiment; and what an earlier stream of
-        # the engine process knew of it.
-        self._cohorts: dict[int, tuple[Cohorts, Cohort]] = {}
+        # By slot of a request that counts, its cohort, and what an earlier stream of the engine process knew of it.
+        self._cohorts: dict[int, Cohort] = {}
         self._before: dict[int, GoingOn] = {}
         # By slot, the requests that the next snapshot may list.
         self._expected: dict[int, GoingOn] = {}
@@ -128,10 +127,11 @@ class ControlGroup(Part):
         if (before := self._expected.pop(slot, None)) is None:
             return False
         assert self.experiment is not None
-        if before.cohorts is not self.experiment.cohorts or not before.is_still(opened, int(self._table.phase[slot])):
-            drop([before])
+        same_rules = before.cohort.whole is self.experiment.cohorts
+        if not (same_rules and before.is_still(opened, int(self._table.phase[slot]))):
+            before.cohort.leave()
             return False
-        self._cohorts[slot] = before.cohorts, before.cohort
+        self._cohorts[slot] = before.cohort
         if is_under_way(opened):
             self._before[slot] = before
             self._table.put(slot, first_end=before.first_end, reentered=before.reentered)
@@ -140,8 +140,8 @@ class ControlGroup(Part):
         return True
 
     def goes_on(self, slot: int) -> bool:
-        """Whether a request that counts had tokens before the newest snapshot, of which this stream does not know all
-        that happened to it."""
+        """Return whether a request that counts had tokens before the newest snapshot, so that this stream does not know
+        all that happened to it."""
         return slot in self._before
 
     def _join(self, slot: int, *, counted: bool, same_rules: bool) -> None:
@@ -150,15 +150,14 @@ class ControlGroup(Part):
         if not (counted and same_rules):
             self._leave(slot)
         if counted and slot not in self._cohorts:
-            self._cohorts[slot] = self.experiment.cohorts, self.experiment.cohorts.join(self._now)
+            self._cohorts[slot] = self.experiment.cohorts.join(self._now)
 
     def _leave(self, slot: int) -> None:
         self._before.pop(slot, None)
         if (expected := self._expected.pop(slot, None)) is not None:
-            drop([expected])
+            expected.cohort.leave()
         if (joined := self._cohorts.pop(slot, None)) is not None:
-            cohorts, cohort = joined
-            cohorts.leave(cohort)
+            joined.leave()
 
     def _await_signals(self, slot: int, own: Policy, opened: OpenedRequest, *, begins: bool, same_rules: bool) -> None:
         """Note the signals of a request that are compared with the calibration once their first values come. Of several
@@ -248,7 +247,7 @@ class ControlGroup(Part):
             if is_governed and self._now <= before.until:
                 self._expected[slot] = before
             else:
-                drop([before])
+                before.cohort.leave()
 
     def left(self) -> dict[int, GoingOn]:
         """Return the requests that count, by slot, for the snapshot that comes next, in this stream or the engine
@@ -257,12 +256,11 @@ class ControlGroup(Part):
         if self._policy is None:
             return left
         until = self._now + lease(self._policy)
-        for slot, (cohorts, cohort) in self._cohorts.items():
+        for slot, cohort in self._cohorts.items():
             opened, thinks = table.info[slot], bool(table.phase[slot] == THINK)
             assert opened is not None
             left[slot] = GoingOn(
                 opened.identity,
-                cohorts,
                 cohort,
                 until,
                 phase=int(table.phase[slot]),
@@ -348,7 +346,7 @@ class ControlGroup(Part):
             closed.reason if known else agent_pb2.FINISH_REASON_UNSPECIFIED,
             self.requests.by_slot.get(slot),
             ended_by=self._ended_by.get(slot),
-            cohort=self._cohorts[slot][1],
+            cohort=self._cohorts[slot],
             before=self._before.get(slot),
             handed_over=closed.handed_over,
         )

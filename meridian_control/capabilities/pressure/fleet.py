@@ -74,7 +74,7 @@ class FleetPressure(FleetPart):
     def joined(self, connection: Connection) -> None:
         """Let a stream begin at the levels of the one before."""
         part = connection.session.part(EnginePressure)
-        part.controllers = self._left.taken_by(connection) or {}
+        part.controllers = self._left.taken_by(connection)
         if part.levels:
             connection.note(part_record, self.fleet.clock(), part.record())
 

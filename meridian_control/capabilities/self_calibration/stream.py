@@ -38,8 +38,8 @@ class GoingOn(NamedTuple):
 
 
 def any_lost(samples: Sequence[Sample]) -> bool:
-    """Whether a request has had probes beside these, so that the newest ones with one answer may be fewer than the
-    engine has counted. An agent of the first version does not count them."""
+    """Return whether a request has had probes beside these, so that the newest ones with one answer may be fewer than
+    the engine has counted. An agent of the first version does not count them."""
     counts = [0, *(sample.same_answer for sample in samples)]
     return any(later > 1 and later != before + 1 for before, later in pairwise(counts))
 

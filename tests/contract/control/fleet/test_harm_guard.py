@@ -448,8 +448,8 @@ async def test_saved_tokens_count_when_their_requests_close(control: Control) ->
     long, short = (experiment.cohorts.join(utc_now() + after) for after in (timedelta(), LENGTH))
     await part.point()
     short.counts.treated.requests += 4
-    experiment.cohorts.leave(short)
+    short.leave()
     assert (await part.point())["saved_tokens_per_s"] > 0
-    experiment.cohorts.leave(long)
+    long.leave()
     assert experiment.counts.treated.requests == 44
     assert (await part.point())["saved_tokens_per_s"] == 0

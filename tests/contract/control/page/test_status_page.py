@@ -415,13 +415,13 @@ async def test_closed_requests_that_do_not_count_yet_are_shown(browser: Browser,
         experiment = control.fleet.part(Comparisons).experiments.experiment_of(stored.revision, stored.policy)
         running, ended = (experiment.cohorts.join(utc_now() + after) for after in (timedelta(), LENGTH))
         ended.counts.control.requests = 1
-        experiment.cohorts.leave(ended)
+        ended.leave()
         await page.goto(address)
         await page.locator("#tiles", has_text="1 closed request not counted yet").wait_for()
         await page.goto(f"{address}/#policy")
         waits = page.locator("#savings dd", has_text="1 request, because others that began earlier still run")
         await waits.wait_for()
-        experiment.cohorts.leave(running)
+        running.leave()
         await waits.wait_for(state="detached")
         assert not complaints
 

@@ -33,7 +33,7 @@ class Book:
 
     def end(self, cohort: Cohort) -> None:
         cohort.counts.treated.requests += 1
-        self.cohorts.leave(cohort)
+        cohort.leave()
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_requests_one_after_the_other_count_at_once(book: Book) -> None:
 def test_a_request_that_is_lost_keeps_no_other_from_counting(book: Book) -> None:
     lost, other = book.join(), book.join(LENGTH)
     book.end(other)
-    book.cohorts.leave(lost)
+    lost.leave()
     assert book.counted == 1
 
 
@@ -192,7 +192,7 @@ def estimates(seed: int, minutes: list[int], *, by_cohorts: bool) -> list[fleet_
             arm.requests += 1
             arm.think_tokens += int(lasts_s[number])
             arm.think_tokens_squares += float(lasts_s[number]) ** 2
-            experiment.cohorts.leave(cohort)
+            cohort.leave()
     return told
 
 

@@ -71,6 +71,17 @@ class Engine(Stream):
         self.agent.outbox = confirmed
         self.pump()
 
+    def free_slots(self) -> None:
+        """Let all requests end, and the engine give their slots to the next ones."""
+        for filler in range(1000, 1000 + RESTING_SLOTS):
+            self.open(str(filler))
+        for name in [*self.agent.engine.live]:
+            self.agent.abort(name)
+            if self.connection in self.fleet.connections:
+                self.step()
+            else:
+                self.agent.step()
+
     @property
     def counts(self) -> fleet_pb2.Savings:
         return self.fleet.part(Comparisons).experiments.total()
@@ -158,7 +169,7 @@ def test_requests_count_if_the_older_stream_has_not_been_found_to_have_ended() -
     assert made.arms == [(1, THINK), (1, THINK)]
 
 
-# What happens between the two streams, and the second one's Hello and policy.
+# Events between the two streams, or in the second one's Hello, by what they are called.
 BREAKS: dict[str, Callable[[Engine], Any]] = {
     "the lease ran out": lambda made: setattr(made, "now", made.now + TOO_LATE),
     "the engine started anew": lambda made: made.connect(incarnation="2"),
@@ -238,12 +249,7 @@ def test_another_request_in_the_slot_does_not_count_as_the_one_before(name: str,
     """It may even have the same id."""
     made = two_requests(20)
     made.end_stream()
-    fillers = [*map(str, range(1000, 1000 + RESTING_SLOTS))]
-    for filler in fillers:
-        made.open(filler)
-    for ended in (TREATED, CONTROL, *fillers):
-        made.agent.abort(ended)
-        made.agent.step()
+    made.free_slots()
     assert {made.open(each, think=30, answer=ANSWER) for each in ("2000", name)} == {0, 1}
     for _ in range(think):
         made.agent.step()
@@ -317,19 +323,14 @@ async def test_requests_of_an_engine_that_does_not_come_back_keep_none_from_coun
     assert another_ends(made) == [0, 1]
 
 
-def test_requests_of_a_stream_that_brings_no_snapshot_keep_none_from_counting() -> None:
+@pytest.mark.parametrize("is_off", [False, True])
+def test_requests_of_a_stream_that_brings_no_snapshot_keep_none_from_counting(is_off: bool) -> None:
+    """The stream ends before its snapshot, or the agent is off."""
     made = two_requests(20)
     made.end_stream()
-    made.fleet.leave(made.fleet.join(hello()), "disconnected")
-    made.agent.engine.live.clear()
-    made.connect(engine_id="another")
-    assert another_ends(made) == [0, 1]
-
-
-def test_requests_do_not_count_whose_agent_is_off() -> None:
-    made = two_requests(20)
-    made.end_stream()
-    made.fleet.join(hello(fault="an error"))
+    joined = made.fleet.join(hello(fault="an error" if is_off else ""))
+    if not is_off:
+        made.fleet.leave(joined, "disconnected")
     assert not made.fleet.part(Comparisons)._left._left
     made.agent.engine.live.clear()
     made.connect(engine_id="another")

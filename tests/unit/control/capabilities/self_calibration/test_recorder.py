@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import deque
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -314,21 +313,12 @@ async def test_requests_of_an_engine_that_does_not_come_back_keep_none_waiting()
     assert recorded(made) == [(name_of("2"), 30)]
 
 
-def free_slots(made: Engine) -> None:
-    """Let the engine's requests end unseen, so that their slots are the next ones."""
-    for name in [*made.agent.engine.live]:
-        made.agent.abort(name)
-    made.agent.step()
-    tracker = made.agent.engine.tracker
-    tracker._free, tracker._resting = sorted(tracker._resting), deque()
-
-
 @pytest.mark.parametrize("is_listed", [False, True])
 def test_a_request_in_the_slot_of_one_that_was_recorded_is_another_one(is_listed: bool) -> None:
     """is_listed: whether the snapshot lists it."""
     made = long_and_short(20)
     made.end_stream()
-    free_slots(made)
+    made.free_slots()
     if is_listed:
         assert made.open("2", think=30, answer=3) == 0
     made.connect(all_measured())
@@ -345,7 +335,7 @@ def test_a_request_in_the_slot_of_one_that_went_on_is_recorded_under_a_policy_wi
     made.end_stream()
     made.connect(all_measured())
     made.step(100)
-    free_slots(made)
+    made.free_slots()
     assert made.open("2", think=30, answer=3) == 0
     made.step(10)
     made.apply(all_measured())
