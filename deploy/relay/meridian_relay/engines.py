@@ -11,7 +11,7 @@ import socket
 import time
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse
     from multidict import MultiMapping
     from yarl import URL
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 # Seconds for which an engine that gave no answer, or an error, gets no request if another is there.
 SKIP_S = 2.0
@@ -145,12 +148,10 @@ class Engines:
                 del self._under_way[url]
 
     def _note(self, url: str, serves: bool) -> None:
-        self._failing.pop(url, None)
         if serves:
+            self._failing.pop(url, None)
             return
-        self._failing[url] = None
-        if len(self._failing) > MAX_REMEMBERED:
-            del self._failing[next(iter(self._failing))]
+        _remember(self._failing, url, None)
         if url in self._skipped_until:
             self._skipped_until[url] = time.monotonic() + SKIP_S
 
@@ -230,11 +231,16 @@ class _Resolver(aiohttp.ThreadedResolver):
             if error.errno != socket.EAI_AGAIN or asked not in self._found:
                 raise
             return self._found[asked]
-        self._found.pop(asked, None)
-        self._found[asked] = found
-        if len(self._found) > MAX_REMEMBERED:
-            del self._found[next(iter(self._found))]
+        _remember(self._found, asked, found)
         return found
+
+
+def _remember(table: dict[K, V], key: K, value: V) -> None:
+    """Make an entry the newest one of a table, from which the oldest goes if there are too many."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > MAX_REMEMBERED:
+        del table[next(iter(table))]
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -728,7 +728,7 @@ async def test_the_system_watches_over_silent_engines() -> None:
         await home.waiting.wait()
         there = f":{URL(home.url).port:04X}"
         connections = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
-        # Of the relay's end: state 01 is established, and timer 02 asks whether the other end is there.
+        # The line is of the relay's end: state 01 is established, and timer 02 asks whether the other end is there.
         found = [fields[5][:2] for fields in connections if fields[2].endswith(there) and fields[3] == "01"]
         assert found == ["02"]
         home.go.set()
