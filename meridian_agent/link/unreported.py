@@ -116,7 +116,8 @@ class Unreported:
         new = record.think_tokens()
         for live in self._ending:
             group, tokens = _group(live), max(0, new[live.slot])
-            self._said[group] = max(0, self._said[group] - tokens)
+            if said := self._said[group]:
+                self._said[group] = max(0, said - tokens)
             _add(ended, group, tokens)
         self._ending.clear()
 

@@ -225,7 +225,7 @@ def test_a_full_ring_loses_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_ring_that_is_full_again_before_an_answer_says_no_token_twice(
     monkeypatch: pytest.MonkeyPatch, breaks: bool
 ) -> None:
-    """What the stream had queued until then comes with it, unless it breaks."""
+    """The stream brings what it had queued until then, unless it breaks."""
     made = connected("a", "b", "c")
     monkeypatch.setattr(outbox, "RING_RECORDS", 3)
     made.steps(4)
