@@ -104,6 +104,7 @@ class Parts:
             Job("engines without requests", fleet.keep_resting),
             Job("the known engines", self.known.run),
             Job("the delay of the event loop", fleet.loop_delay.run),
+            Job("the roles of callers", self.gate.keep_checking),
             *more,
         ]
 

@@ -23,7 +23,7 @@ from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.server.client_faults import CONNECTIONS, ClientFaults
 from meridian_control.server.interceptor import host_of
 from meridian_control.server.rate_limits import Rate
-from meridian_control.server.roles import caller
+from meridian_control.server.roles import caller, demand
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -90,7 +90,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             first = await _first(request_iterator)
             if first is None or first.WhichOneof("message") != "hello":
                 raise InvalidRequest("message", "must begin with hello")
-            caller.get().check_engine(first.hello.engine_id)
+            engine_id = first.hello.engine_id
+            demand(lambda principal: principal.check_engine(engine_id))
             connection, place = self._join(first.hello, who)
         except MeridianError as error:
             self._fleet.count_end(error.code)
@@ -116,15 +117,16 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             if reason == "agent_closed":
                 # The agent's side ends also if the connection breaks; gRPC cancels the call soon after that.
                 await asyncio.sleep(BREAKS_S)
-        except (asyncio.CancelledError, GeneratorExit):
-            reason = "agent_closed" if connection.session.shuts_down else "disconnected"
+        except (asyncio.CancelledError, GeneratorExit) as ended:
+            # The gate gives the reason if it ends the stream.
+            reason = next(iter(ended.args), "agent_closed" if connection.session.shuts_down else "disconnected")
             raise
         finally:
             reader.cancel()
             place.close()
             self._fleet.leave(connection, reason)
             if may_log:
-                logger.info("engine %s left: %s", first.hello.engine_id, reason)
+                logger.info("engine %s left: %s", engine_id, reason)
             if reason == "disconnected":
                 self._broken_off[connection.session.identity] = self._fleet.clock(), host
                 if self._looking is None or self._looking.done():

@@ -56,8 +56,9 @@ class Tokens:
         read = _public_keys if keys_file else _secret
         self._keys = Reloaded([file], lambda: read(file))
 
-    def claims(self, token: str) -> dict[str, Any]:
-        """Return the claims of a valid token. Raises Unauthenticated for any other token."""
+    def claims(self, token: str, expired_s: float = 0.0) -> dict[str, Any]:
+        """Return the claims of a valid token, or of one that was valid until `expired_s` seconds ago at most. Raises
+        Unauthenticated for any other token."""
         try:
             key_id = jwt.get_unverified_header(token).get("kid")
         except jwt.InvalidTokenError:
@@ -66,7 +67,7 @@ class Tokens:
         failure: jwt.InvalidTokenError = jwt.InvalidSignatureError()
         for key in keys:
             try:
-                return self._decoded(token, key)
+                return self._decoded(token, key, LEEWAY_S + expired_s)
             except (jwt.InvalidSignatureError, jwt.InvalidAlgorithmError) as error:
                 failure = error
             except jwt.InvalidTokenError as error:
@@ -75,14 +76,14 @@ class Tokens:
         said = next((text for kind, text in _COMPLAINTS if isinstance(failure, kind)), "the token is not valid")
         raise Unauthenticated(said) from None
 
-    def _decoded(self, token: str, key: Key) -> dict[str, Any]:
+    def _decoded(self, token: str, key: Key, leeway_s: float) -> dict[str, Any]:
         claims: dict[str, Any] = jwt.decode(
             token,
             key.value,
             algorithms=[key.algorithm],
             audience=self._audience,
             issuer=self._issuer,
-            leeway=LEEWAY_S,
+            leeway=leeway_s,
             options={"require": ["exp", "iss", "aud", "sub"]},
         )
         return claims

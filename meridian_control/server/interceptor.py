@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,17 +32,22 @@ from meridian_control.server.roles import (
     Role,
     caller,
     caller_host,
+    demands,
     rule_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+
+    from meridian_control.server.roles import Certificate, Metadata
 
     Handler = grpc.RpcMethodHandler[Any, Any]
     Context = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 
+# Seconds between two checks of whether the callers of open streams may still make their calls.
+RECHECK_S = 60.0
 # Limits on the request of every call except an engine's stream.
 MAX_REQUEST_BYTES = 1 << 20
 MAX_TEXT_CHARS = 1000
@@ -82,6 +87,8 @@ class Gate(grpc.aio.ServerInterceptor):
         self.faults = faults or ClientFaults()
         self.handshakes = Handshakes()
         self._tasks: set[asyncio.Task[Any]] = set()
+        # The streams that are being served.
+        self.streams: set[_Gated] = set()
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Handler | None]], details: grpc.HandlerCallDetails
@@ -99,6 +106,19 @@ class Gate(grpc.aio.ServerInterceptor):
         # Without a deserializer gRPC hands over bytes, so that nothing is parsed for a caller without permission.
         make: Callable[..., Handler] = getattr(grpc, f"{attribute}_rpc_method_handler")
         return make(behaviour, None, handler.response_serializer)
+
+    async def keep_checking(self) -> None:
+        """Check the callers of all streams again every RECHECK_S, until cancelled."""
+        while True:
+            await asyncio.sleep(RECHECK_S)
+            await self.check_streams()
+
+    async def check_streams(self) -> None:
+        """End each stream whose caller may no longer make its call: the access file, or a key of tokens, has changed,
+        or the caller's credentials have expired."""
+        for gated in list(self.streams):
+            gated.check_again()
+            await asyncio.sleep(0)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start work that continues after its call has ended."""
@@ -129,6 +149,12 @@ class _Gated:
         self._gate, self._rule, self._method, self._handler, self._inner = gate, rule, method, handler, inner
         self._call = Call("", "", "", method)
         self._let_in = False
+        # What the caller has shown, and must have beside its role; the task that serves a stream, and the error with
+        # which the gate ends it.
+        self._shown: tuple[Metadata, Certificate, str] = ((), {}, "")
+        self._demands: list[Callable[[Principal], None]] = []
+        self._task: asyncio.Task[Any] | None = None
+        self._ended_by: MeridianError | None = None
 
     async def open(self, given: bytes, context: Context) -> Any:
         """Serve a call that every caller may make. The method returns its response, or writes its responses itself."""
@@ -175,7 +201,7 @@ class _Gated:
     async def stream(self, given: Any, context: Context) -> AsyncIterator[Any]:
         begun, outcome = None, AuditOutcome("CANCELLED")
         try:
-            with await self._admitted(context):
+            with await self._admitted(context), self._checked_again():
                 request = self._requests(given) if self._handler.request_streaming else await self._request(given)
                 if self._rule.recorded:
                     begun = self._gate.start(self._gate.audit.begin_call(self._call))
@@ -184,14 +210,43 @@ class _Gated:
                     async for response in responses:
                         yield response
             outcome = AuditOutcome("OK")
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as raised:
+            error = self._ended_by or raised
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            if isinstance(raised, asyncio.CancelledError) and self._task is not None:
+                self._task.uncancel()
             outcome = _outcome(error, context)
-            if self._kind() is Kind.ENGINE and self._let_in and outcome.code == "PERMISSION_DENIED":
+            late = self._ended_by is not None or (self._kind() is Kind.ENGINE and self._let_in)
+            if late and begun is None and outcome.code == "PERMISSION_DENIED":
                 await self._gate.finish(self._gate.audit.refuse(self._call, outcome))
             await self._failed(error, context)
         finally:
             if begun is not None:
                 self._gate.start(self._ended(begun, outcome))
+
+    @contextmanager
+    def _checked_again(self) -> Iterator[None]:
+        """Let the gate check the caller again until the context is left."""
+        self._task = asyncio.current_task()
+        demands.set(self._demands)
+        self._gate.streams.add(self)
+        try:
+            yield
+        finally:
+            self._gate.streams.discard(self)
+
+    def check_again(self) -> None:
+        """End the stream if its caller may no longer make the call."""
+        try:
+            principal = self._gate.access.identify(*self._shown, begun_before=True)
+            principal.check(self._rule.role or Role.NONE, self._method)
+            for check in self._demands:
+                check(principal)
+        except MeridianError as error:
+            self._ended_by = error
+            if self._task is not None:
+                self._task.cancel(error.code)
 
     async def _ended(self, begun: asyncio.Task[int], outcome: AuditOutcome) -> None:
         await self._gate.audit.end_call(await begun, outcome)
@@ -204,7 +259,8 @@ class _Gated:
         gate, principal, peer = self._gate, NOBODY, _peer(context)
         gate.handshakes.called(peer)
         try:
-            principal = gate.access.identify(context.invocation_metadata() or (), context.auth_context(), peer)
+            self._shown = context.invocation_metadata() or (), context.auth_context(), peer
+            principal = gate.access.identify(*self._shown)
             principal.check(self._rule.role or Role.NONE, self._method)
             place = gate.limiter.place(self._kind(), principal.name or host_of(peer))
         except MeridianError as error:

@@ -21,11 +21,13 @@ import logging
 import tomllib
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from enum import IntEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote
 
+from cryptography.x509 import load_pem_x509_certificate
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meridian_control.common.addresses import is_loopback_address
@@ -34,7 +36,7 @@ from meridian_control.common.reloading_file import Reloaded
 from meridian_control.server.bearer_tokens import Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     Metadata = Iterable[tuple[str, str | bytes]]
@@ -141,10 +143,23 @@ NO_CREDENTIALS = "no credentials: a bearer token or a client certificate is need
 NO_TOKEN = "no credentials: a bearer token is needed; the control plane asks for certificates only with --client-ca"
 NOBODY = Principal("", Role.NONE)
 ANYBODY = Principal("", Role.ANY)
+# Seconds for which streams outlive the token with which they began, and connections their certificate: each end of an
+# engine's stream costs a part of what is known of its requests, and tokens may last for minutes only.
+OUTLIVES_S = 30 * 60.0
 # The principal of the call that is being served, and its host. A service that goes on after its caller has hung up must
 # not ask gRPC for the host, because gRPC has let the call go.
 caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
 caller_host: ContextVar[str] = ContextVar("caller_host", default="")
+# What a stream's caller must have beside its role: functions that raise PermissionDenied, and are called again while
+# the stream is open.
+demands: ContextVar[list[Callable[[Principal], None]]] = ContextVar("demands")
+
+
+def demand(check: Callable[[Principal], None]) -> None:
+    """Check the caller of the stream that is being served, now and while the stream is open. Raises what `check`
+    raises: PermissionDenied."""
+    check(caller.get())
+    demands.get([]).append(check)
 
 
 def rule_of(method: str) -> AccessRule:
@@ -164,9 +179,12 @@ class Access:
         self._identities = Reloaded([file], lambda: Identities(file)) if file is not None else None
         self._everybody, self._certificates = everybody, certificates
 
-    def identify(self, metadata: Metadata, certificate: Certificate, peer: str) -> Principal:
+    def identify(
+        self, metadata: Metadata, certificate: Certificate, peer: str, *, begun_before: bool = False
+    ) -> Principal:
         """Return the caller that a token names, or a certificate if the call has no token. `peer` is the address of the
-        caller as gRPC writes it.
+        caller as gRPC writes it. begun_before: whether the call is a stream that began with the token, which may then
+        have expired for OUTLIVES_S. So may a certificate, whose connection may be old.
 
         Raises Unauthenticated.
         """
@@ -176,9 +194,11 @@ class Access:
         identities = self._identities.get()
         shown = [value for key, value in metadata if key == "authorization"]
         if shown:
-            return identities.of_token(_bearer(shown))
+            return identities.of_token(_bearer(shown), OUTLIVES_S if begun_before else 0.0)
         if not (names := _names(certificate)):
             raise Unauthenticated(NO_CREDENTIALS if self._certificates else NO_TOKEN)
+        if _has_expired(certificate):
+            raise Unauthenticated("the certificate has expired")
         return identities.of_certificate(names)
 
 
@@ -270,10 +290,10 @@ class Identities:
                     return _principal(name, entry, own)
         return Principal(names[0][1], Role.NONE)
 
-    def of_token(self, token: str) -> Principal:
+    def of_token(self, token: str, expired_s: float) -> Principal:
         if self._tokens is None:
             raise Unauthenticated("tokens are not accepted: the access file has no [jwt] section")
-        claims = self._tokens.claims(token)
+        claims = self._tokens.claims(token, expired_s)
         subject, engine = str(claims["sub"]), claims.get("engine")
         own = engine if isinstance(engine, str) else subject
         for entry in self._entries:
@@ -301,6 +321,13 @@ def _names(certificate: Certificate) -> list[tuple[str, str]]:
     """Return the names in a verified certificate as pairs of kind (uri, dns or cn) and name."""
     kinds = (("uri", "peer_uri"), ("dns", "peer_dns"), ("cn", "x509_common_name"))
     return [(kind, name.decode()) for kind, key in kinds for name in certificate.get(key, ())]
+
+
+def _has_expired(certificate: Certificate) -> bool:
+    """Return whether a certificate, which was valid when its connection began, has expired for OUTLIVES_S."""
+    latest = datetime.now(UTC) - timedelta(seconds=OUTLIVES_S)
+    pems = certificate.get("x509_pem_cert", ())
+    return any(load_pem_x509_certificate(pem).not_valid_after_utc < latest for pem in pems)
 
 
 def _bearer(shown: list[str | bytes]) -> str:

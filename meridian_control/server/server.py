@@ -50,8 +50,10 @@ SERVER_OPTIONS = [
     # Connections without a handshake, or without a call for a while, are closed.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 5 * 60_000),
-    # An age limit makes streams move to other replicas from time to time; gRPC adds jitter to the limit.
-    ("grpc.max_connection_age_ms", 30 * 60_000),
+    # A handshake checks what the gate does not check again, such as whether the CA of a certificate is still trusted.
+    # The limit is long, because an engine whose stream ends may go to another replica, where nothing is known of its
+    # requests. gRPC adds jitter to the limit.
+    ("grpc.max_connection_age_ms", 24 * 3_600_000),
     ("grpc.max_connection_age_grace_ms", 30_000),
     ("grpc.max_receive_message_length", 16 << 20),
     # Without this, gRPC pings the agent for each report, to learn how large its window should be.

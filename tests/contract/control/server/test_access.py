@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 import time
@@ -20,8 +21,9 @@ from typer.testing import CliRunner
 from meridian_agent.link import credentials as agent_credentials
 from meridian_control.cli.main import app
 from meridian_control.common.client_credentials import ClientCredentials
-from meridian_control.server.roles import OPEN, RULES, Role, rule_of
+from meridian_control.server.roles import OPEN, OUTLIVES_S, RULES, Role, rule_of
 from tests.certificates import DAY, Authority
+from tests.contract.clients import Clients
 from tests.contract.raw_engine import RawEngine
 from tests.contract.secured import ACCESS, DENIED, METHODS, ROLES, Secured, code_of, securing
 from tests.fakes.linked import LinkedEngine, until
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from tests.contract.clients import Clients
     from tests.postgres import Postgres
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -365,6 +366,78 @@ async def test_an_agent_by_token(by_token: Secured) -> None:
             else:
                 await until(lambda running=engine: running.link._complaints)  # type: ignore[misc]
                 assert not engine.link.lease.connected
+
+
+# ------------------------------------------------------------------------------------------------------ open streams
+
+
+async def end_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Wait for the end of a stream; return its status code and details."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    return await call.code(), await call.details()
+
+
+async def test_a_stream_ends_with_its_callers_role(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
+    """The streams of callers who keep their roles stay open."""
+    entries = '[[identity]]\ncn = "agent"\nrole = "agent"\nengines = ["a"]\n'
+    async with secured.channel("agent") as agent, secured.channel("viewer") as viewer:
+        engine = await RawEngine(agent, "agent").connect()
+        watch = Clients(viewer).fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
+        await watch.read()
+        await secured.gate.check_streams()
+
+        secured.access.write_text(secured.access.read_text().replace('role = "viewer"', 'role = "agent"', 1))
+        await secured.gate.check_streams()
+        needed = "meridian.v1.FleetService/WatchFleet needs viewer"
+        assert await end_of(watch) == (grpc.StatusCode.PERMISSION_DENIED, f'"viewer" is agent; {needed}')
+        assert len(secured.gate.streams) == 1
+
+        secured.access.write_text(entries)
+        await secured.gate.check_streams()
+        why = '"agent" may not connect as engine "agent"'
+        assert await end_of(engine.call) == (grpc.StatusCode.PERMISSION_DENIED, why)
+    assert not secured.gate.streams
+    assert secured.fleet.stream_ends == {"permission_denied": 1}
+    assert "is lost" not in caplog.text
+    refused = [(r.principal, r.method, r.outcome) for r in await secured.gate.audit.list(10, None, [])]
+    assert refused == [
+        ("agent", "meridian.v1.AgentService/Connect", "PERMISSION_DENIED"),
+        ("viewer", "meridian.v1.FleetService/WatchFleet", "PERMISSION_DENIED"),
+    ]
+
+
+async def test_a_link_whose_role_is_taken_away_comes_back_with_it(
+    secured: Secured, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = secured.access.read_text()
+    with LinkedEngine([secured.target], "agent", credentials=secured.agent("agent")) as engine:
+        await until(lambda: engine.link.lease.connected)
+        secured.access.write_text(before.replace('cn = "agent"', 'cn = "other"'))
+        await secured.gate.check_streams()
+        await until(lambda: '"agent" has no role' in caplog.text)
+        assert not engine.link.lease.connected
+        secured.access.write_text(before)
+        await until(lambda: engine.link.lease.connected)
+
+
+async def test_a_stream_outlives_its_token_for_a_while(by_token: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = by_token.folder / "token"
+    file.write_text(token(role="viewer"))
+    shows = ClientCredentials(ca=str(by_token.authority.file), token_file=str(file))
+    async with by_token.calling(shows) as clients:
+        watch = clients.fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
+        await watch.read()
+        (gated,) = by_token.gate.streams
+        for ago_s in (OUTLIVES_S - 60, OUTLIVES_S + 60):
+            assert by_token.gate.streams == {gated}
+            # Time that passes is replaced by a token that has expired.
+            expired = token(role="viewer", exp=time.time() - ago_s)
+            monkeypatch.setattr(gated, "_shown", ((("authorization", f"Bearer {expired}"),), {}, "ipv4:127.0.0.1:1"))
+            await by_token.gate.check_streams()
+            assert await shown(by_token, expired) is grpc.StatusCode.UNAUTHENTICATED
+        assert await end_of(watch) == (grpc.StatusCode.UNAUTHENTICATED, "the token has expired")
 
 
 # ---------------------------------------------------------------------------------------------------------- replicas

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,8 @@ from meridian_control.common import reloading_file
 from meridian_control.common.errors import PermissionDenied, Unauthenticated
 from meridian_control.common.reloading_file import Reloaded
 from meridian_control.server.bearer_tokens import Tokens
-from meridian_control.server.roles import Access, Principal, Role, on_this_host
+from meridian_control.server.roles import OUTLIVES_S, Access, Principal, Role, on_this_host
+from tests.certificates import Authority
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -244,6 +247,16 @@ def test_certificates_and_tokens(tmp_path: Path) -> None:
     assert Access(everybody=True).identify((), certificate, ELSEWHERE) == Principal("ops.example", Role.ANY)
     assert Access().identify((), certificate, ELSEWHERE) == Principal("ops.example", Role.GUEST)
     assert Access().identify((), {}, "unix:") == Principal("", Role.ANY)
+
+
+def test_a_connection_outlives_its_certificate_for_a_while(tmp_path: Path) -> None:
+    found = access(tmp_path, '[[identity]]\ndns = "ops.example"\nrole = "operator"\n')
+    certificate = {"peer_dns": [b"ops.example"]}
+    authority = Authority(tmp_path)
+    for lasts_s, usable in ((60.0, True), (60 - OUTLIVES_S, True), (-60 - OUTLIVES_S, False)):
+        pem = authority.issue("ops.example", lasts=timedelta(seconds=lasts_s)).cert.read_bytes()
+        with nullcontext() if usable else pytest.raises(Unauthenticated, match="the certificate has expired"):
+            found.identify((), certificate | {"x509_pem_cert": [pem]}, ELSEWHERE)
 
 
 @pytest.mark.parametrize(
