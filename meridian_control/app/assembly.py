@@ -15,6 +15,7 @@ from meridian_control.app.background import Job
 from meridian_control.app.flags import advertised, engine_limits, everybody_may_change, memory_limits
 from meridian_control.capabilities import listed
 from meridian_control.common.client_credentials import ClientCredentials
+from meridian_control.fleet.balance import Balance
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.freeze_store import FreezeStore
 from meridian_control.fleet.known_engines import KnownEngines
@@ -94,7 +95,13 @@ class Parts:
     def jobs(self) -> list[Job]:
         """Return the jobs that run beside the server."""
         fleet = self.whole.fleet
-        more = [Job("the membership of replicas", self.replicas.run, True)] if self.replicas is not None else []
+        more = []
+        if (replicas := self.replicas) is not None:
+            balance = Balance(fleet, lambda: replicas.engines_of_others)
+            more = [
+                Job("the membership of replicas", replicas.run, True),
+                Job("the balance of replicas", balance.run),
+            ]
         more += [Job("the policy directory", self.directory.watch)] if self.directory is not None else []
         return [
             Job("other replicas' policies and rollouts", self.rollouts.follow, True),
@@ -166,7 +173,7 @@ async def assemble(
     directory = PolicyDirectory(args.policy_dir, store, fleet.set_policy, clock) if args.policy_dir else None
     fleet.set_policy(await (directory.put_in_force() if directory else initial_policy(store, args.policy, clock())))
     me = Replica(new_id(), advertised(args.advertise, args.listen) if shared else "")
-    replicas = Replicas(database, me) if shared else None
+    replicas = Replicas(database, me, engines=lambda: len(fleet.connections)) if shared else None
     whole = _whole(fleet, me, replicas, ending)
     limits = engine_limits(args)
     parts = build(

@@ -148,7 +148,7 @@ class Fleet:
         self.connections.connect(connection)
         self.departed.remove(hello.engine_id)
         if self._closed:
-            self._send_away(connection, self._closed)
+            self.send_away(connection, self._closed)
         return connection
 
     async def keep_resting(self) -> None:
@@ -280,7 +280,7 @@ class Fleet:
     def going_away(self, reason: str) -> None:
         """Ask every agent to connect to another replica, and end all streams and recordings."""
         for connection in self.connections:
-            self._send_away(connection, reason)
+            self.send_away(connection, reason)
         for recording in self.recordings:
             recording.close()
 
@@ -289,7 +289,8 @@ class Fleet:
         self._closed = reason
         self.going_away(reason)
 
-    def _send_away(self, connection: Connection, reason: str) -> None:
+    def send_away(self, connection: Connection, reason: str) -> None:
+        """Ask an agent to connect to another replica, and end its stream."""
         message = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason=reason))
         connection.say([message], self.clock())
         connection.close("going_away")

@@ -1,4 +1,4 @@
-"""Hands what an engine's stream leaves to the next stream of the same engine process: each ends after half an hour."""
+"""Hands what an engine's stream leaves to the next one of the same process: networks and proxies end streams."""
 
 from __future__ import annotations
 

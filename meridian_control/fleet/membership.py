@@ -45,8 +45,9 @@ MARGIN_S = 1.0
 # Seconds for which the rows of dead replicas are kept.
 FORGET_S = 60.0
 
-_LIVE = text("""INSERT INTO replicas (replica_id, address, heartbeat_at) VALUES (:replica_id, :address, now())
-    ON CONFLICT (replica_id) DO UPDATE SET address = excluded.address, heartbeat_at = excluded.heartbeat_at""")
+_LIVE = text("""INSERT INTO replicas (replica_id, address, heartbeat_at, engines)
+    VALUES (:replica_id, :address, now(), :engines) ON CONFLICT (replica_id) DO UPDATE
+    SET address = excluded.address, heartbeat_at = excluded.heartbeat_at, engines = excluded.engines""")
 # The database's clock may be set back. A heartbeat in the future then does not count, nor a lease that ends later than
 # one that is renewed now: a replica that lives renews both within a second, and a dead one must not hold them.
 # Whether no other replica leads. Only then is `leader` written, because each attempt locks its row for all replicas.
@@ -61,8 +62,8 @@ _LEAD = text("""INSERT INTO leader (number, replica_id, token, expires_at)
         OR leader.expires_at > clock_timestamp() + make_interval(secs => :lease_s)
     RETURNING token""")
 # The other replicas that are not forgotten, with the newest heartbeat first, and whether each of them lives.
-_OTHERS = text("""SELECT replica_id, address, heartbeat_at > now() - make_interval(secs => :lease_s) FROM replicas
-    WHERE replica_id <> :replica_id AND heartbeat_at >= now() - make_interval(secs => :forget_s)
+_OTHERS = text("""SELECT replica_id, address, heartbeat_at > now() - make_interval(secs => :lease_s), engines
+    FROM replicas WHERE replica_id <> :replica_id AND heartbeat_at >= now() - make_interval(secs => :forget_s)
         AND heartbeat_at <= clock_timestamp() ORDER BY heartbeat_at DESC""")
 # SKIP LOCKED leaves out locked rows, so that replicas that come back at the same time do not deadlock.
 _BURY = text("""DELETE FROM replicas WHERE replica_id IN (SELECT replica_id FROM replicas
@@ -81,13 +82,23 @@ class Replica:
 
 
 class Replicas:
-    """Tracks this replica and the other live replicas. `clock` returns monotonic seconds."""
+    """Tracks this replica and the other live replicas. `engines` returns the number of this replica's engines, and
+    `clock` monotonic seconds."""
 
-    def __init__(self, database: Database, me: Replica, clock: Callable[[], float] = time.monotonic) -> None:
-        self.me = me
+    def __init__(
+        self,
+        database: Database,
+        me: Replica,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        engines: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.me, self._engines = me, engines
         # The other live replicas, ordered by id, as last read from the database. Of several with one address the one
         # with the newest heartbeat has it; a replica that was killed may have been started again there.
         self.others: tuple[Replica, ...] = ()
+        # The numbers of engines of `others`; None for a replica of a version that does not write it.
+        self.engines_of_others: tuple[int | None, ...] = ()
         # Ids of all other replicas that are not forgotten yet: one that hangs may still have engines. One that is dead
         # has ended if another one lives at its address, because two processes cannot listen there.
         self.silent: tuple[str, ...] = ()
@@ -105,7 +116,9 @@ class Replicas:
         Raises StoreUnavailable.
         """
         began = self._clock()
-        row = {**vars(self.me), "lease_s": LEASE_S, "forget_s": FORGET_S}
+        # Without the database nobody knows which of the others still live.
+        self.engines_of_others = ()
+        row = {**vars(self.me), "lease_s": LEASE_S, "forget_s": FORGET_S, "engines": self._engines()}
         async with self._database.writing(tell=False) as connection:
             await connection.execute(_LIVE, row)
             token = await connection.scalar(_LEAD, row) if await connection.scalar(_VACANT, row) else None
@@ -114,11 +127,11 @@ class Replicas:
             rows = list(await connection.execute(_OTHERS, row))
         at = {self.me.address: self.me.replica_id}
         reached = [
-            Replica(name, address) for name, address, lives in rows if lives and at.setdefault(address, name) == name
+            Replica(name, address) for name, address, lives, _ in rows if lives and at.setdefault(address, name) == name
         ]
         others = tuple(sorted(reached, key=attrgetter("replica_id")))
         ids, taken = {other.replica_id for other in others}, {self.me.address, *(other.address for other in others)}
-        silent = {name for name, address, lives in rows if lives or address not in taken}
+        silent = {name for name, address, lives, _ in rows if lives or address not in taken}
         self.silent = tuple(sorted(silent - ids))
         if token != self._token and token is not None:
             logger.info("replica %s leads, token %d", self.me.replica_id, token)
@@ -126,7 +139,8 @@ class Replicas:
         for what, changed in (("appeared", {*others} - {*self.others}), ("is gone", {*self.others} - {*others})):
             for other in changed:
                 logger.info("replica %s at %s %s", other.replica_id, other.address, what)
-        self.others = others
+        engines = {name: count for name, _, _, count in rows}
+        self.others, self.engines_of_others = others, tuple(engines[other.replica_id] for other in others)
 
     async def run(self) -> None:
         """Call `beat` every HEARTBEAT_S seconds until cancelled."""

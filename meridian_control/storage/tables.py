@@ -9,7 +9,7 @@ from datetime import datetime
 
 from sqlalchemy import BigInteger, Column, DateTime, Float, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 10
+VERSION = 11
 MAX_REQUEST_ID_CHARS = 128
 METADATA = MetaData()
 
@@ -40,6 +40,7 @@ replicas = Table(
     Column("replica_id", String(128), primary_key=True),
     Column("address", Text, nullable=False),
     _time("heartbeat_at"),
+    Column("engines", Integer),
 )
 
 # The table has one row: the replica that leads, a token that counts the leaders so far, and when the lead ends.

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from sqlalchemy import text
 
 from meridian_control.app.flags import advertised
-from meridian_control.common.errors import NotLeading
+from meridian_control.common.errors import NotLeading, StoreUnavailable
 from meridian_control.fleet.membership import FORGET_S, LEASE_S, MARGIN_S, Replica, Replicas
 from meridian_control.storage.database import Database
 from tests.postgres import PASSES, Postgres, keep_time
@@ -35,13 +35,13 @@ class World:
         self.numbers = count(1)
         self.databases: list[Database] = []
 
-    async def replica(self) -> Replicas:
+    async def replica(self, engines: int = 0) -> Replicas:
         if not self.databases:
             await keep_time(self.address)
             self.databases = [await Database.open(self.address)]
             async with self.databases[0].writing() as connection:
                 await connection.execute(text("CREATE TABLE written (number SERIAL, token BIGINT NOT NULL)"))
-        return Replicas(self.databases[0], self.named(), clock=lambda: self.now_s)
+        return Replicas(self.databases[0], self.named(), clock=lambda: self.now_s, engines=lambda: engines)
 
     def named(self) -> Replica:
         number = next(self.numbers)
@@ -73,12 +73,13 @@ class World:
 
 def test_replicas_see_each_other_until_they_die_or_leave(postgres: Postgres) -> None:
     async def run(world: World) -> None:
-        one, two = await world.replica(), await world.replica()
+        one, two = await world.replica(engines=7), await world.replica(engines=8)
         await one.beat()
         assert not one.others
         await two.beat()
         await one.beat()
         assert [*one.others, *two.others] == [two.me, one.me]
+        assert [*one.engines_of_others, *two.engines_of_others] == [8, 7]
         await world.passes(LEASE_S - 0.5)
         await one.beat()
         assert [*one.others] == [two.me], "replica two is not dead yet"
@@ -95,6 +96,13 @@ def test_replicas_see_each_other_until_they_die_or_leave(postgres: Postgres) -> 
         await world.passes(FORGET_S + 1)
         await one.beat()
         assert await world.rows("SELECT replica_id FROM replicas") == [one.me.replica_id]
+        await two.beat()
+        await one.beat()
+        async with world.databases[0].writing() as connection:
+            await connection.execute(text("DROP TABLE leader"))
+        with pytest.raises(StoreUnavailable):
+            await one.beat()
+        assert (one.others, one.engines_of_others) == ((two.me,), ())
         await world.close()
 
     asyncio.run(run(World(postgres.database())))

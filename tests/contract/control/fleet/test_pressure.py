@@ -205,7 +205,7 @@ async def test_a_recording_that_begins_late_has_the_levels(control: Control) -> 
 async def test_a_stream_begins_at_the_levels_of_its_process_before(
     left_s: int | None, incarnation: str, levels: dict[str, int]
 ) -> None:
-    """The server ends each stream after half an hour. left_s: for how long the older stream has ended, None if it is
+    """Networks and proxies end streams. left_s: for how long the older stream has ended, None if it is
     still open."""
     now = utc_now()
     fleet = Fleet(lambda: now, capabilities=CAPABILITIES)

@@ -95,7 +95,7 @@ def test_counters_begin_with_each_connection(later: list[fleet_pb2.Engine], toke
 
 
 def test_a_large_fleet_in_which_one_engine_connects_again_in_each_period() -> None:
-    """A stream lasts half an hour, so in a large fleet there is hardly a period in which no counter begins again."""
+    """Where a proxy ends streams, a large fleet has hardly a period in which no counter begins again."""
     engines, periods, per_s = 200, 12, 40
 
     def look(number: int) -> list[fleet_pb2.Engine]:

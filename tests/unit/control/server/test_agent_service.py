@@ -56,7 +56,7 @@ async def test_a_part_that_cannot_be_made_takes_no_place() -> None:
 async def test_only_for_engines_that_are_not_back_here_all_replicas_are_asked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server ends each stream after half an hour, and a list of all engines takes long."""
+    """Streams break off in great numbers, and a list of all engines takes long."""
     monkeypatch.setattr(agent_service, "LOOK_S", 0.0)
     monkeypatch.setattr(agent_service, "BACK_S", 0.0)
     fleet, asked = Fleet(utc_now, capabilities=[]), 0

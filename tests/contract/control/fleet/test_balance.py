@@ -1,0 +1,27 @@
+"""Replicas send engines to each other while one of them has too many."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import grpc
+
+from tests.contract.raw_engine import RawEngine
+from tests.fakes.linked import until
+from tests.replicated import client
+
+if TYPE_CHECKING:
+    from tests.replicated import Replicated
+
+
+async def test_a_replica_that_is_added_gets_engines(replicated: Replicated) -> None:
+    """24 engines of one replica are too many beside one without engines, and 21 are not."""
+    one = await replicated.started()
+    async with AsyncExitStack() as open_, client(one) as asked:
+        channel = await open_.enter_async_context(grpc.aio.insecure_channel(one.target))
+        for number in range(24):
+            await RawEngine(channel, f"e{number}").welcomed()
+        await replicated.started()
+        await until(lambda: "3 of 24 engines are sent to other replicas: the mean is 12.0" in one.log())
+        assert len(await asked.connected()) == 21
