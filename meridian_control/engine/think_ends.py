@@ -50,12 +50,14 @@ class ThinkEnds:
         return reason
 
     def count_unknown(self, tokens: agent_pb2.TokenColumns) -> None:
-        """Count ends of thinking in rows of requests that the agent never reported as opened."""
+        """Count ends of thinking in rows of requests that the agent never reported as opened. The rule behind a forced
+        one is not known."""
         (slots, _, flags, _), _ = columns_of(tokens)
         ends = np.flatnonzero(flags & FLAG_END)
         for slot, flag in zip(slots[ends].tolist(), flags[ends].tolist(), strict=True):
             if not self._table.holds(slot):
-                self._totals.ends[by_limit(flag) or "natural"] += 1
+                forced = reason_name(agent_pb2.FORCE_REASON_UNSPECIFIED) if flag & FLAG_FORCED else "natural"
+                self._totals.ends[by_limit(flag) or forced] += 1
 
     def _rule(self, slot: int, think_tokens: int) -> str:
         """Return the rule that ended a request's thinking, and count the tokens that were left before the cap."""

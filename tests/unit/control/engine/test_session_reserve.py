@@ -62,7 +62,8 @@ def test_an_end_by_the_reserve_is_counted_logged_and_explained_as_such(tokens: i
 def test_an_end_of_an_unknown_request_is_counted_by_its_flags() -> None:
     made = stream()
     by_cap, by_reserve = agent_pb2.TOKEN_FLAG_BY_CAP, agent_pb2.TOKEN_FLAG_BY_RESERVE
-    for by, reason in ((by_cap, "hard_cap"), (by_cap | by_reserve, RESERVE), (by_reserve, "premature_stop")):
+    limits = (by_cap, "hard_cap"), (by_cap | by_reserve, RESERVE), (by_reserve, "premature_stop")
+    for by, reason in (*limits, (agent_pb2.TOKEN_FLAG_FORCED, "unspecified"), (0, "natural")):
         row: dict[str, Any] = {"slot": [7], "phase": [2], "entropy_nats": [0.0], "end_rank": [0]}
         flags = [agent_pb2.TOKEN_FLAG_END | by]
         made.say(tokens=agent_pb2.TokenColumns(**row, end_logprob_nats=[0.0], flags=flags))
