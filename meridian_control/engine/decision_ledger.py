@@ -15,7 +15,6 @@ from meridian_control.common.enum_names import outcome_name, reason_name
 from meridian_control.common.errors import BadReport
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.common.report_bounds import MAX_AGE_STEPS
-from meridian_control.common.table_columns import NO_CAP
 from meridian_control.journal.records import Decision
 
 if TYPE_CHECKING:
@@ -205,6 +204,9 @@ class Ledger:
         self, decision: Decision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int = 0, detail: str = ""
     ) -> Decision:
         """Note the outcome of a decision, which the caller then counts; return the decision."""
+        if decision.kind == "cap" and not decision.shadow and think_tokens >= decision.cap_tokens:
+            # The agent counts the policy's cap in shadow as shadowed, where the request's own has ended thinking.
+            outcome = agent_pb2.OUTCOME_APPLIED if outcome == agent_pb2.OUTCOME_SHADOWED else outcome
         decision.outcome, decision.outcome_think_tokens, decision.detail = outcome, think_tokens, detail
         if decision.kind in ENDING and outcome in CARRIED_OUT:
             self._carried_out(decision, outcome == agent_pb2.OUTCOME_SHADOWED, think_tokens)
@@ -218,18 +220,9 @@ class Ledger:
         if self._journal is not None:
             self._journal.settled(settled)
 
-    def _is_own_cap(self, decision: Decision) -> bool:
-        """Whether a cap ends thinking where the request's own does, which is in force also if the policy's is not."""
-        slot = decision.slot
-        if slot is None or not self.concerns(decision):
-            return False
-        return NO_CAP < self._table.own_cap(slot) <= decision.cap_tokens
-
     def _carried_out(self, decision: Decision, shadowed: bool, think_tokens: int) -> None:
         # A cap in shadow that is reached before its number of tokens is reached by its answer reserve.
         by_reserve = shadowed and think_tokens < decision.cap_tokens
-        if shadowed and decision.kind == "cap" and not by_reserve and self._is_own_cap(decision):
-            return
         reason = ANSWER_RESERVE if by_reserve else decision.reason
         if shadowed:
             self._totals.ends[f"{reason}_shadowed"] += 1

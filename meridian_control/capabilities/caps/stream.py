@@ -112,7 +112,9 @@ class Caps(Part):
             return
         if cap != NO_CAP:
             reason = "empty_answer" if table.extended[slot] else why
-            decision_id = self._ledger.make("cap", reason, slot, shadow, cap_tokens=cap, behind=why)
+            # The request's own cap is in force although the policy's is in shadow.
+            counted = table.shadow_cap(slot) != NO_CAP
+            decision_id = self._ledger.make("cap", reason, slot, counted, cap_tokens=cap, behind=why)
             values = {"max_think_tokens": cap, "answer_reserve_tokens": reserve, "shadow": shadow}
             out.caps.add(decision_id=decision_id, slot=slot, extended=bool(table.extended[slot]), **values)
         elif not has_none:

@@ -168,6 +168,9 @@ def test_a_requests_own_cap_is_no_rule_in_shadow() -> None:
     made.step(45)
     assert made.session.totals.ends == {"hard_cap": 3, "natural": 1, "hard_cap_shadowed": 2}
     assert told(made.session.shadow)["scheduler", "hard_cap"] == (4, 97, 2, 40, 30)
+    ends = {d.life.opened.request_id: (d.shadow, d.outcome) for d in made.log.decisions("cap")}
+    applied, shadowed = (False, agent_pb2.OUTCOME_APPLIED), (True, agent_pb2.OUTCOME_SHADOWED)
+    assert ends == {"own": applied, "same": applied, "policy's": shadowed, "larger": shadowed}
     slot = made.open("frozen", own_cap=7)
     made.step(3)
     freezes(made)
