@@ -18,7 +18,9 @@ COLUMNS_OF_GRID = 24
 # Width and height of a panel on Grafana's grid, by its type.
 SIZES = {"row": (24, 1), "stat": (4, 4), "timeseries": (8, 8)}
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-RATE = "[$__rate_interval]"
+RANGE = "$__rate_interval"
+# Time between two scrapes.
+SCRAPED = "15s"
 TOKENS = "suffix:tokens/s"
 KNOWN = catalogue(CAPABILITIES)
 # Colour of each phase, by the value of the metrics' label.
@@ -90,10 +92,16 @@ def described(query: str) -> str:
     return f"{entry.text} {entry.act}"
 
 
-def total(metric: str, *by: str, where: str = "") -> str:
-    """Return a query for the summed rate of a counter."""
-    grouped = f" by ({', '.join(by)}) " if by else ""
-    return f"sum{grouped}(rate({metric}{{{where}}}{RATE}))".replace("{}", "")
+def total(metric: str, *by: str, where: str = "", over: str = RANGE) -> str:
+    """Return a query for the summed rate of a counter. over: the time of which it is the rate.
+
+    A counter of an engine counts on when the engine moves to another replica. The series of one replica would grow by
+    what others have shown already if the engine comes back.
+    """
+    grouped, entry, counted = f" by ({', '.join(by)}) " if by else "", KNOWN[metric], f"{metric}{{{where}}}[{over}]"
+    if "engine" in entry.labels:
+        counted = f"max by ({', '.join(entry.labels)}) ({metric}{{{where}}})[{over}:{SCRAPED}]"
+    return f"sum{grouped}(rate({counted}))".replace("{}", "")
 
 
 def by(metric: str, *labels: str, where: str = "") -> tuple[str, str]:
@@ -102,7 +110,7 @@ def by(metric: str, *labels: str, where: str = "") -> tuple[str, str]:
 
 
 def quantiles(metric: str) -> list[tuple[str, str]]:
-    rate = f"sum by (le) (rate({metric}_bucket{RATE}))"
+    rate = f"sum by (le) (rate({metric}_bucket[{RANGE}]))"
     return [(f"histogram_quantile({q}, {rate})", f"p{round(100 * q)}") for q in (0.5, 0.95, 0.99)]
 
 
@@ -298,7 +306,7 @@ GLANCE = [
     stat("Answer's gaps, P99", "s", quantiles("meridian_output_itl_seconds")[-1][0]),
     stat("Engines frozen", "none", f"sum({once('meridian_engine_frozen')}) or vector(0)"),
     stat("Engines that refuse", "none", f"sum({once('meridian_engine_refused')}) or vector(0)"),
-    stat("Agent, share of a core", "percentunit", "avg(sum by (engine) (rate(meridian_agent_seconds_total[5m])))"),
+    stat("Agent, share of a core", "percentunit", f"avg({total('meridian_agent_seconds_total', 'engine', over='5m')})"),
 ]
 
 TENANTS = panel(

@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from deploy.dashboards import DASHBOARDS
+from deploy.dashboards import DASHBOARDS, SCRAPED
 from tests.dashboards.fleet import Fleet
 
 STEP_S, RATE_S = 2, 15
@@ -26,7 +26,11 @@ STEP_S, RATE_S = 2, 15
 def asked(prometheus: str, expression: str, began: float, ended: float) -> list[dict[str, Any]]:
     """Return the series of a query with the parameters that Grafana would send. Raises HTTPError."""
     names = ("$engine", "$model", "$tenant")
-    for name, value in (("$__rate_interval", f"{RATE_S}s"), *((name, ".*") for name in names)):
+    for name, value in (
+        ("$__rate_interval", f"{RATE_S}s"),
+        (f":{SCRAPED}]", f":{STEP_S}s]"),
+        *((name, ".*") for name in names),
+    ):
         expression = expression.replace(name, value)
     query = urllib.parse.urlencode({"query": expression, "start": began, "end": ended, "step": STEP_S})
     with urllib.request.urlopen(f"{prometheus}/api/v1/query_range?{query}", timeout=30) as answer:

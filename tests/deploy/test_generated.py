@@ -20,6 +20,7 @@ from meridian_control.telemetry.catalogue import catalogue
 from tests.needed import PROMTOOL
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 PROMETHEUS_OWN = {"up"}
@@ -148,7 +149,18 @@ REPLICAS: dict[str, float] = {
     'meridian_engines,instance="b"': 2,
 }
 IDLE: dict[str, float] = {'meridian_engines_without_series,instance="a"': 0, 'meridian_engines,instance="a"': 0}
-SHOWN: dict[str, tuple[str, dict[str, float], dict[str, dict[str, float]]]] = {
+# An engine whose agent takes a tenth of a core and that moves to another replica and back.
+BACK: dict[str, float | str] = {
+    'meridian_agent_seconds_total,engine="back",part="hooks",instance="a"': "0+6x5 stale _ 48+6x2",
+    'meridian_agent_seconds_total,engine="back",part="hooks",instance="b"': "_x6 36+6x1 stale",
+}
+SHOWN: dict[str, tuple[str, Mapping[str, float | str], dict[str, dict[str, float]]]] = {
+    "an engine comes back": (
+        "engine",
+        BACK,
+        {"Agent, share of a core, by part": {'{engine="back",part="hooks"}': 0.1}},
+    ),
+    "an engine comes back, a number": ("fleet", BACK, {"Agent, share of a core": {"{}": 0.1}}),
     "an engine moves": (
         "fleet",
         MOVING | REPLICAS,
@@ -194,14 +206,15 @@ SHOWN: dict[str, tuple[str, dict[str, float], dict[str, dict[str, float]]]] = {
 @PROMTOOL.mark
 @pytest.mark.parametrize(("dashboard", "given", "shown"), list(SHOWN.values()), ids=list(SHOWN))
 def test_what_panels_show(
-    tmp_path: Path, dashboard: str, given: dict[str, float], shown: dict[str, dict[str, float]]
+    tmp_path: Path, dashboard: str, given: Mapping[str, float | str], shown: dict[str, dict[str, float]]
 ) -> None:
-    """given: the series of gauges with their value, and of counters with their growth in a minute. shown: the value of
-    each line by panel, with the query if the panel has several."""
+    """given: the series of gauges with their value, and of counters with their growth in a minute, or series in
+    promtool's form. shown: the value of each line by panel, with the query if the panel has several."""
     series = []
     for selected, value in given.items():
         name, _, labels = selected.partition(",")
-        values = f"0+{value}x10" if name.endswith("_total") else f"{value}x10"
+        constant = f"0+{value}x10" if name.endswith("_total") else f"{value}x10"
+        values = value if isinstance(value, str) else constant
         series.append({"series": f"{name}{{{labels}}}", "values": values})
     queries = {
         name: target["expr"]
@@ -211,7 +224,7 @@ def test_what_panels_show(
     }
     expressions = [
         {
-            "expr": queries[name],
+            "expr": queries[name].replace("$__rate_interval", "10m").replace("$engine", ".*"),
             "eval_time": "10m",
             "exp_samples": [{"labels": labels, "value": value} for labels, value in lines.items()],
         }
