@@ -33,6 +33,7 @@ RATES = (
     *("think_tokens_per_s", "answer_tokens_per_s", "natural_per_min", "forced_per_min"),
     *("agent_share", "ttot_p99_ms", "itl_p99_ms"),
 )
+TOKENS = RATES[:2]
 # Points of one hour.
 POINTS = 241
 
@@ -140,6 +141,9 @@ class History:
         # The clock may be set back.
         if seconds > 0:
             point |= grown.rates(seconds)
+            if not all(engine.HasField("thinking_tokens") for engine in up):
+                # A replica of an older version does not count them.
+                point |= dict.fromkeys(TOKENS)
             if spent_s:
                 point["agent_share"] = sum(spent_s) / seconds / len(spent_s)
         self.points.append(point)

@@ -453,9 +453,9 @@ class Engine(_message.Message):
     token_events: _builtins.int
     """Number of token rows that the agent reported."""
     thinking_tokens: _builtins.int
-    """Number of those that are text of the thinking, without markers."""
+    """Number of those that are text of the thinking, without markers. Replicas of 0.3.0 do not count it."""
     answer_tokens: _builtins.int
-    """Number of those that are text of an answer."""
+    """Number of those that are text of an answer. Replicas of 0.3.0 do not count it."""
     open_decisions: _builtins.int
     """Number of decisions that have no outcome yet."""
     agent_state: _agent_pb2.AgentState.ValueType
@@ -640,8 +640,8 @@ class Engine(_message.Message):
         thinking: _builtins.int = ...,
         answering: _builtins.int = ...,
         token_events: _builtins.int = ...,
-        thinking_tokens: _builtins.int = ...,
-        answer_tokens: _builtins.int = ...,
+        thinking_tokens: _builtins.int | None = ...,
+        answer_tokens: _builtins.int | None = ...,
         decisions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         outcomes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         open_decisions: _builtins.int = ...,
@@ -682,11 +682,18 @@ class Engine(_message.Message):
         request_sources: _builtins.str = ...,
         control_group: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answering_engine", b"answering_engine", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "shadow_handovers", b"shadow_handovers", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_tokens", b"_answer_tokens", "_thinking_tokens", b"_thinking_tokens", "answer_tokens", b"answer_tokens", "answering_engine", b"answering_engine", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "shadow_handovers", b"shadow_handovers", "think_tokens", b"think_tokens", "thinking_tokens", b"thinking_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answer_tokens", b"answer_tokens", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "control_group", b"control_group", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "missing_facts", b"missing_facts", "model", b"model", "model_fingerprint", b"model_fingerprint", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "request_sources", b"request_sources", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "thinking_tokens", b"thinking_tokens", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_tokens", b"_answer_tokens", "_thinking_tokens", b"_thinking_tokens", "acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answer_tokens", b"answer_tokens", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "control_group", b"control_group", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "missing_facts", b"missing_facts", "model", b"model", "model_fingerprint", b"model_fingerprint", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "request_sources", b"request_sources", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "thinking_tokens", b"thinking_tokens", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__answer_tokens: _TypeAlias = _typing.Literal["answer_tokens"]  # noqa: Y015
+    _WhichOneofArgType__answer_tokens: _TypeAlias = _typing.Literal["_answer_tokens", b"_answer_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__thinking_tokens: _TypeAlias = _typing.Literal["thinking_tokens"]  # noqa: Y015
+    _WhichOneofArgType__thinking_tokens: _TypeAlias = _typing.Literal["_thinking_tokens", b"_thinking_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_tokens) -> _WhichOneofReturnType__answer_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_tokens) -> _WhichOneofReturnType__thinking_tokens | None: ...
 
 Global___Engine: _TypeAlias = Engine  # noqa: Y015
 

@@ -26,7 +26,7 @@ def engine(
 ) -> fleet_pb2.Engine:
     """Return an engine that has been connected since so many seconds after BEGIN. ttot: number of observations of each
     time in seconds."""
-    found = fleet_pb2.Engine(engine_id=name, **{"state": CONNECTED, **fields})
+    found = fleet_pb2.Engine(engine_id=name, **{"state": CONNECTED, "thinking_tokens": 0, **fields})
     found.connect_time.FromDatetime(BEGIN + timedelta(seconds=since_s))
     found.counters.agent_seconds = agent_s
     counts = [0] * TIME_BUCKETS
@@ -137,6 +137,16 @@ def test_a_replica_counts_all_of_its_streams_to_their_ends() -> None:
     totals.thinking_tokens = 570
     history.note([engine(replica="other", thinking_tokens=30, since_s=15)], ("here", totals), 1, times[2], {})
     assert history.points[-1]["think_tokens_per_s"] == 4
+
+
+def test_tokens_are_not_known_while_a_replica_of_an_older_version_has_engines() -> None:
+    older = engine("b", token_events=900, ttot={0.1: 10}, since_s=5)
+    older.ClearField("thinking_tokens")
+    gone = fleet_pb2.Engine(engine_id="gone", state=fleet_pb2.CONNECTION_STATE_DISCONNECTED)
+    known = engine(thinking_tokens=50)
+    _, mixed, upgraded = noted([engine()], [known, older], [known, gone])
+    assert (mixed["think_tokens_per_s"], mixed["answer_tokens_per_s"], mixed["ttot_p99_ms"]) == (None, None, 100)
+    assert (upgraded["think_tokens_per_s"], upgraded["answer_tokens_per_s"]) == (0, 0)
 
 
 def test_freezes_and_revisions_are_noted() -> None:
