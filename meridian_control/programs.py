@@ -12,8 +12,9 @@ OWN = ("meridian", "meridian_control")
 
 
 def control() -> int:
-    # The first process of a container ignores the signal until it handles it, and would go on to start and to serve.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # The first process of a container ignores a signal until it handles it, and would go on to start and to serve.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     return _run("meridian-control", "meridian_control.app.main")
 
 
@@ -22,8 +23,14 @@ def ctl() -> int:
 
 
 def _run(program: str, module: str) -> int:
+    # Ctrl-C during the imports, which take a second, ends the program without a traceback.
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
+        if raises:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         main = import_module(module).main
+        if raises:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in OWN:

@@ -6,8 +6,9 @@ from importlib import import_module
 
 
 def run() -> int:
-    # The first process of a container ignores the signal until it handles it, and would go on to start and to serve.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # The first process of a container ignores a signal until it handles it, and would go on to start and to serve.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     return int(import_module("meridian_relay.main").main())
 
 

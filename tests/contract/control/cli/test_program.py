@@ -150,3 +150,39 @@ async def test_ctrl_c_ends_a_command_during_a_call(tmp_path: Path, words: str, c
                 assert await asyncio.to_thread(program.wait) == code
         finally:
             program.kill()
+
+
+# A program whose import of a module lasts until a signal. Shells start programs in the background with SIGINT ignored.
+IMPORTING = """
+import signal, sys, time
+from importlib import import_module
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[3]:
+            print("importing", flush=True)
+            time.sleep(3600)
+sys.meta_path.insert(0, Slow())
+sys.exit(getattr(import_module(sys.argv[1]), sys.argv[2])())
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "imported", "code"),
+    [
+        ("meridian_control.programs", "ctl", "typer", -signal.SIGINT),
+        ("meridian_control.programs", "control", "grpc", 0),
+        ("meridian_relay.__main__", "run", "aiohttp", 0),
+    ],
+)
+def test_ctrl_c_during_the_imports(module: str, function: str, imported: str, code: int) -> None:
+    command = [sys.executable, "-c", IMPORTING, module, function, imported]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "importing\n"
+            program.send_signal(signal.SIGINT)
+            _, said = program.communicate(timeout=60 * BUSY)
+        finally:
+            program.kill()
+    assert (program.returncode, said) == (code, "")
