@@ -124,9 +124,11 @@ def trouble_text(names: Sequence[str], trouble: str) -> str:
     return f"{counted(len(names), 'engine')} {trouble}: {names_text(names)}"
 
 
-def names_text(names: Sequence[str]) -> str:
-    more = [f"and {len(names) - MAX_NAMED:,} more"] if len(names) > MAX_NAMED else []
-    return ", ".join((*names[:MAX_NAMED], *more))
+def names_text(names: Iterable[str]) -> str:
+    """Return the names, each once: several engines may share one."""
+    different = list(dict.fromkeys(names))
+    more = [f"and {len(different) - MAX_NAMED:,} more"] if len(different) > MAX_NAMED else []
+    return ", ".join((*different[:MAX_NAMED], *more))
 
 
 def counted(count: int, what: str) -> str:

@@ -96,6 +96,10 @@ def test_what_is_wrong_with_engines() -> None:
         "6 connected; 1 engine with the agent off: b; 1 engine gone: gone; "
         "4 engines with an older policy: old-0, old-1, old-2, and 1 more"
     )
+    sharing = [of("same", missing_facts=["no tokenizer"]), of("same", missing_facts=["no tokenizer"])]
+    assert status._engines(sharing) == (
+        "2 connected; 2 engines without some facts: same; 2 engines without a name of its own: same"
+    )
 
 
 def test_the_highest_level_of_pressure() -> None:
