@@ -29,6 +29,7 @@ from meridian_control.cli.console import (
     new_table,
     not_empty,
     pages,
+    say,
     show,
     show_value,
     stamp_text,
@@ -83,8 +84,12 @@ def explain(
         terminal.print(_life_table(life))
 
 
-# What `shadow` says of an empty comparison.
-NOTHING_COMPARED = "nothing is compared yet: no rule is in shadow, or no thinking has ended since the rules changed"
+# What `shadow` says of a comparison, and of an empty one.
+COMPARED = "the counts of an engine begin when the rules change, and when it connects to another replica"
+NOTHING_COMPARED = (
+    "nothing is compared yet: no rule is in shadow, or no thinking has ended since the rules changed or the engines "
+    "connected to another replica"
+)
 
 
 def decisions(
@@ -133,7 +138,8 @@ def shadow(
     engine: OnlyEngine = "",
     output: OutputOption = Output.table,
 ) -> None:
-    """Compare what rules and handovers in shadow would have done on each engine with what happened."""
+    """Compare what rules and handovers in shadow would have done on each engine with what happened, since the rules
+    changed or the engine connected to another replica."""
     with connect(context) as client:
         listed, unreachable = all_engines(client)
     warn_unreachable(unreachable)
@@ -157,6 +163,8 @@ def shadow(
         show([row for e in engines for row in e.shadow], output, rows, NOTHING_COMPARED)
     if moved:
         console().print(handover_table(moved))
+    if rows.row_count:
+        say(COMPARED)
 
 
 def savings(context: typer.Context, output: OutputOption = Output.table) -> None:

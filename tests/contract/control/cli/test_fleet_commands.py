@@ -136,7 +136,8 @@ async def test_what_is_empty_says_so(control: Control) -> None:
         "requests": "no request is live",
         "budgets": "the policy in force has no budget",
         "pressure": "no pressure entry of the policy in force applies to a connected engine",
-        "shadow": "nothing is compared yet: no rule is in shadow, or no thinking has ended since the rules changed",
+        "shadow": "nothing is compared yet: no rule is in shadow, or no thinking has ended since the rules changed "
+        "or the engines connected to another replica",
     }
     for command, line in said.items():
         assert (await control(command)).stdout == f"{line}\n"

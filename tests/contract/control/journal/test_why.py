@@ -162,6 +162,7 @@ async def test_shadow_is_held_against_what_came(control: Control) -> None:
     assert (rows[2]["would_end_think_tokens"], rows[2]["saved_tokens"]) == (100, 20)
     assert "first rule to fire" in text
     assert "16.7 %" in text
+    assert "when it connects to another replica" in text
 
 
 # ------------------------------------------------------------------------------------------------------------- replay
