@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from prometheus_client import CollectorRegistry
+
+# The weight of a coding that a client refuses.
+NEVER = re.compile(r"q=0(\.0*)?")
 
 
 class MetricsListener:
@@ -50,7 +54,7 @@ class MetricsListener:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         accepted, names = request.headers.get("Accept", ""), request.query.getall("name[]", [])
-        zipped = "gzip" in request.headers.get("Accept-Encoding", "").lower()
+        zipped = accepts_gzip(request.headers.get("Accept-Encoding", ""))
         loop = asyncio.get_running_loop()
         body, kind = await loop.run_in_executor(self._thread, self._written, accepted, names, zipped)
         headers = {"Content-Type": kind, "X-Content-Type-Options": "nosniff"}
@@ -62,3 +66,9 @@ class MetricsListener:
         registry = self._registry.restricted_registry(names) if names else self._registry
         text = encoder(registry)
         return gzip.compress(text, 6) if zipped else text, kind
+
+
+def accepts_gzip(accepted: str) -> bool:
+    """Return whether an Accept-Encoding header accepts gzip; a weight of 0 refuses it."""
+    codings = (part.replace(" ", "").partition(";") for part in accepted.lower().split(","))
+    return any(coding == "gzip" and not NEVER.fullmatch(weight) for coding, _, weight in codings)

@@ -47,5 +47,5 @@ def metrics_listener(registry: CollectorRegistry, hosts: Iterable[str]) -> HttpL
     """Return the listener of /metrics. hosts: names under which it may be asked, beside those of its address."""
     disable_created_metrics()  # type: ignore[no-untyped-call]
     app = web.Application()
-    app.router.add_get("/{path:.*}", make_aiohttp_handler(registry))
+    app.router.add_get("/{path:.*}", make_aiohttp_handler(registry, disable_compression=True))
     return HttpListener(app, hosts)

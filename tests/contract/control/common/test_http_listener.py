@@ -118,14 +118,18 @@ async def test_no_host_and_two_hosts_are_refused(head: bytes) -> None:
 
 async def test_the_formats_of_the_metrics() -> None:
     async with metrics() as url, aiohttp.ClientSession() as session:
-        for headers, kind in (
-            ({}, "text/plain"),
-            ({"Accept": "application/openmetrics-text; version=1.0.0"}, "application/openmetrics-text"),
-            ({"Accept-Encoding": "identity"}, "text/plain"),
+        for headers, kind, coding in (
+            ({}, "text/plain", "gzip"),
+            ({"Accept": "application/openmetrics-text; version=1.0.0"}, "application/openmetrics-text", "gzip"),
+            ({"Accept-Encoding": "br, GZIP; q=0.5"}, "text/plain", "gzip"),
+            ({"Accept-Encoding": "identity"}, "text/plain", None),
+            ({"Accept-Encoding": "gzip;q=0, identity"}, "text/plain", None),
+            ({"Accept-Encoding": "deflate, gzip; q=0.0"}, "text/plain", None),
         ):
             async with session.get(f"{url}/metrics", headers=headers) as answer:
                 text = await answer.text()
-                assert (answer.content_type, "asked_total 0.0" in text) == (kind, True)
+                assert (answer.content_type, answer.headers.get("Content-Encoding")) == (kind, coding)
+                assert "asked_total 0.0" in text
         async with session.get(f"{url}/metrics", params={"name[]": "nothing"}) as answer:
             assert "asked" not in await answer.text()
 
