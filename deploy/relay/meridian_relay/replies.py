@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from multidict import CIMultiDict
 
-from meridian_relay.headers import OF_THE_BODY, REQUEST_ID, passed
+from meridian_relay.headers import OF_THE_BODY, READABLE, REQUEST_ID, passed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,7 @@ def json_response(value: dict[str, Any], status: int = 200, headers: CIMultiDict
 
 def no_engine(headers: CIMultiDict[str] | None = None) -> web.Response:
     """Return the response if no engine can serve a request."""
-    return json_response(NO_ENGINE, 502, headers)
+    return json_response(NO_ENGINE, 502, CIMultiDict({**(headers or {}), **READABLE}))
 
 
 def chunk_of(

@@ -15,7 +15,7 @@ from yarl import URL
 from meridian_relay.bodies import CHAT, carried
 from meridian_relay.engines import UNREACHABLE, Engines, Refused
 from meridian_relay.exchange import Exchange
-from meridian_relay.headers import MAX_LINE, OF_THE_BODY, OWN, REQUEST_ID, is_json, no_utf8, passed
+from meridian_relay.headers import MAX_LINE, OF_THE_BODY, OWN, READABLE, REQUEST_ID, is_json, no_utf8, passed
 from meridian_relay.listener import HttpListener
 from meridian_relay.metrics import RelayMetrics
 from meridian_relay.replies import ClientGone, StreamedReply, WholeReply, no_engine
@@ -77,7 +77,7 @@ class Relay:
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
         if name := no_utf8(request.headers):
-            raise web.HTTPBadRequest(text=f"the header {name} is not UTF-8\n")
+            raise web.HTTPBadRequest(text=f"the header {name} is not UTF-8\n", headers=READABLE)
         with self._metrics.in_flight.track_inprogress():
             if request.method != "POST" or target_of(request).partition("?")[0] != CHAT:
                 return await self._proxy(request, request.content if request.can_read_body else None)
@@ -107,7 +107,7 @@ class Relay:
         except ClientGone as gone:
             result, response = "client_gone", gone.response
         except asyncio.CancelledError:
-            result = "client_gone"
+            result = "failed" if self._http.is_cut else "client_gone"
             raise
         finally:
             self._metrics.requests.labels(result).inc()

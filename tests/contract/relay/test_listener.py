@@ -89,6 +89,27 @@ async def test_a_check_of_health_needs_no_name(head: bytes, host: str, names: li
     assert said.split()[1] == answer
 
 
+async def test_a_page_reads_why_the_relay_serves_nothing() -> None:
+    """An engine's own errors can be read by pages of other origins, too."""
+    chat, path = {"messages": [{"role": "user", "content": "hi"}]}, "/v1/chat/completions"
+    async with relay() as url, aiohttp.ClientSession() as session:
+        for body in (chat, chat | {"stream": True}, {}):
+            async with session.post(url + path, json=body) as answer:
+                assert (answer.status, answer.headers.get("Access-Control-Allow-Origin")) == (502, "*")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-User: caf\xe9\r\n\r\n")
+        said = await reader.read()
+        writer.close()
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert b"Access-Control-Allow-Origin: *" in said
+
+
+async def test_the_metrics_are_not_compressed() -> None:
+    refuses = {"Accept-Encoding": "gzip;q=0"}
+    async with metrics() as url, aiohttp.ClientSession() as session, session.get(url, headers=refuses) as answer:
+        assert ("Content-Encoding" in answer.headers, "asked_total" in await answer.text()) == (False, True)
+
+
 async def test_many_clients_may_connect_while_the_event_loop_is_busy() -> None:
     """A connection that finds no place is tried again after seconds only."""
     async with relay() as url:

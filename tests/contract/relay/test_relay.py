@@ -407,6 +407,7 @@ async def test_stop_ends_requests_after_the_drain_time(drain_s: float, monkeypat
         with pytest.raises(aiohttp.ClientPayloadError):
             await asking
         await home.gone.wait()
+        assert relayed.results() == {"failed": 1}
 
 
 async def refused(relayed: Relayed) -> None:
@@ -447,11 +448,12 @@ LONG = b"a" * 60_000
 
 @asynccontextmanager
 async def naming_headers() -> AsyncIterator[str]:
-    """Yield the URL of a server with a long header, which answers with the head of the request."""
+    """Yield the URL of a server with a long header and one in Latin-1, which answers with the head of the request."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nX-Long: " + LONG + b"\r\nContent-Length: %d\r\n\r\n" % len(head) + head)
+        writer.write(b"HTTP/1.1 200 OK\r\nX-Long: " + LONG + b"\r\nX-UTF-8: \xc3\xa9\r\nX-Latin: caf\xe9\r\n")
+        writer.write(b"Content-Length: %d\r\n\r\n" % len(head) + head)
         await writer.drain()
         writer.close()
 
@@ -476,7 +478,8 @@ async def test_headers_pass_whole_or_not_at_all(header: bytes, answer: bytes) ->
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
         assert head.startswith(answer)
-        assert (header in body, LONG in head) == (answer.endswith(b"200 "),) * 2
+        assert (header in body, LONG in head, b"X-UTF-8: \xc3\xa9" in head) == (answer.endswith(b"200 "),) * 3
+        assert b"X-Latin" not in head
 
 
 async def test_the_log_names_an_engine_that_breaks_off_its_response(caplog: pytest.LogCaptureFixture) -> None:
