@@ -28,6 +28,7 @@ from meridian_control.fleet import decision_queries
 from meridian_control.fleet.part import Attention, Shown, answer_of, each
 from meridian_control.fleet.peers import CALL_TIMEOUT_S
 from meridian_control.fleet.turns import in_turns
+from meridian_control.page.tables import place_of
 from meridian_control.page.words import counts_text, end_row, end_time
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Collector:
         requests.sort(key=lambda request: -request.think_tokens)
         freezes = {freeze.freeze_id: freeze for freeze in whole.fleet.freezes.in_force}
         rows = [engine_row(engine, freezes, now, parts) async for engine in in_turns(engines)]
-        rows.sort(key=lambda row: (["bad", "warn", ""].index(row["level"]), row["id"]))
+        rows.sort(key=lambda row: (["bad", "warn", ""].index(row["level"]), place_of(row["id"])))
         frozen = [freeze_row(freeze, engines, now) for freeze in freezes.values()]
         revisions, rollouts, trouble = stored
         troubles = sum(bool(row["level"]) for row in rows) + sum(block.troubles for block in blocks)

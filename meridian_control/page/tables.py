@@ -44,14 +44,14 @@ async def shown(rows: Sequence[dict[str, Any]], words: Sequence[str], field: str
     name, reverse = field.removeprefix("-"), field.startswith("-")
     if name:
         known = (row for row in matching if row.get(name) not in (None, ""))
-        ordered = [(_order(row[name]), row) async for row in in_turns(known)]
+        ordered = [(place_of(row[name]), row) async for row in in_turns(known)]
         ordered.sort(key=itemgetter(0), reverse=reverse)
         # Rows without a value come last in both orders.
         matching = [row for _, row in ordered] + [row for row in matching if row.get(name) in (None, "")]
     return {"rows": matching[:MAX_ROWS], "all": len(rows), "matching": len(matching)}
 
 
-def _order(value: Any) -> tuple[bool, float, list[str | int]]:
+def place_of(value: Any) -> tuple[bool, float, list[str | int]]:
     """Return the place of a value among others; numbers come before texts, and in texts `gpu-2` before `gpu-10`."""
     if isinstance(value, (int, float)):
         return False, float(value), []

@@ -121,6 +121,14 @@ async def test_what_the_page_is_told(tmp_path: Path) -> None:
             assert (missing.status, "nobody" in (await missing.json())["error"]) == (404, True)
 
 
+async def test_engines_are_listed_by_their_numbers(tmp_path: Path) -> None:
+    async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
+        with LinkedEngine([control.target], "gpu-10"), LinkedEngine([control.target], "gpu-9"):
+            await until(lambda: control.connected("gpu-9") and control.connected("gpu-10"))
+            engines = (await first_event(session, address, "engines"))["engines"]
+        assert [row["id"] for row in engines] == ["gpu-9", "gpu-10"]
+
+
 async def test_text_of_an_older_agent_is_shown_escaped(tmp_path: Path) -> None:
     """Agents of 0.3.0 report what clients wrote. The page finds the request by what it shows and by what they wrote."""
     hostile = "r\u202egnp.exe\x1b[31m\nCRITICAL"
