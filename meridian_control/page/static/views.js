@@ -10,8 +10,9 @@ export const VIEWS = {
 };
 
 export function place() {
-  const [view, query] = location.hash.slice(1).split("?");
-  return Object.hasOwn(VIEWS, view) ? { view, query: new URLSearchParams(query || "") }
+  // An id that somebody has written into the address may have a question mark of its own.
+  const [, view, query] = /^#?([^?]*)\??(.*)$/s.exec(location.hash);
+  return Object.hasOwn(VIEWS, view) ? { view, query: new URLSearchParams(query) }
     : { view: "overview", query: new URLSearchParams() };
 }
 

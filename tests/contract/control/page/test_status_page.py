@@ -652,6 +652,35 @@ async def test_a_request_is_found_by_keyboard_and_its_life_shown(browser: Browse
         assert [c for c in complaints if "404" not in c] == []
 
 
+async def test_an_id_with_signs_of_an_address_opens_its_request(browser: Browser, tmp_path: Path) -> None:
+    odd = ["a?b", "50%25", "c&engine=d", "e+f#g h"]
+    async with browsing(browser) as (page, complaints), served(tmp_path) as (control, address):
+        with LinkedEngine([control.target]) as linked:
+            await until(lambda: control.connected() and control.engine().acked_revision == control.fleet.revision)
+            for name in odd:
+                linked.open(name)
+            await linked.steps_until(lambda: sorted(control.names()) == sorted(odd))
+            for name in odd:
+                heading = page.locator("#life h4", has_text=f"{name} on engine")
+                await page.goto(f"{address}/#requests")
+                await page.get_by_role("link", name=name, exact=True).first.click()
+                await heading.wait_for()
+                shown = page.url
+                await page.goto("about:blank")
+                await page.goto(shown)
+                await heading.wait_for()
+                await page.goto(f"{address}/#requests")
+                await heading.wait_for(state="hidden")
+                await page.locator("#request-id").fill(name)
+                await page.keyboard.press("Enter")
+                await heading.wait_for()
+            # Somebody has written the address by hand.
+            await page.goto("about:blank")
+            await page.goto(f"{address}/#requests?id=a?b")
+            await page.locator("#life h4", has_text="a?b on engine").wait_for()
+        assert not complaints
+
+
 async def test_a_life_is_shown_although_one_question_found_no_answer(browser: Browser, tmp_path: Path) -> None:
     async with browsing(browser) as (page, _), served(tmp_path) as (control, address):
         with LinkedEngine([control.target]) as linked:
