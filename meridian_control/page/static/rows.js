@@ -4,6 +4,8 @@
 export const SILENCE_MS = 20000;
 // Characters above which a text that otherwise stays on one line is broken into several.
 const LONG = 40;
+// Characters above which a text scrolls in a place of a few lines.
+const VERY_LONG = 300;
 export const $ = (id) => document.getElementById(id);
 export const number = new Intl.NumberFormat("en");
 export const clock = (stamp) => (stamp ? new Date(stamp).toLocaleTimeString() : "");
@@ -67,7 +69,8 @@ function fill(row, cells) {
       if (!i) td.scope = "row";
       row.append(td);
     }
-    const [content, looks] = Array.isArray(cell) ? cell : [cell, cell instanceof Node ? "wrap" : ""];
+    let [content, looks] = Array.isArray(cell) ? cell : [cell, cell instanceof Node ? "wrap" : ""];
+    if (String(content).length > VERY_LONG) content = element("div", "text", content);
     const long = !looks.includes("wrap") && String(content?.textContent ?? content).length > LONG;
     const kind = long ? `${looks} long`.trim() : looks;
     if (td.className !== kind) td.className = kind;

@@ -868,6 +868,29 @@ async def test_long_texts_stay_in_their_places(browser: Browser, tmp_path: Path)
         assert not complaints
 
 
+async def test_a_very_long_text_takes_a_few_lines(browser: Browser, tmp_path: Path) -> None:
+    text = ("because " * 125).strip()
+    async with browsing(browser) as (page, complaints), served(tmp_path) as (control, address):
+        await control.store.append(policy(), etag="", author="me", reason=text, now=utc_now())
+        end = utc_now() + timedelta(minutes=5)
+        await control.parts.freezes.add_freeze(Match(("frozen",)), end, "me", text)
+        with LinkedEngine([control.target], "frozen"), LinkedEngine([control.target], "off", fault=text):
+            await until(lambda: control.connected("frozen") and control.connected("off"))
+            for view, texts in (("engines", 3), ("policy", 1)):
+                await page.goto(f"{address}/#{view}")
+                await page.locator(f"#{view}:not(.stale)").wait_for()
+                for width in (360, 1280):
+                    await page.set_viewport_size({"width": width, "height": 800})
+                    rows = page.locator("tbody tr:visible")
+                    heights = await rows.evaluate_all("all => all.map((row) => row.offsetHeight)")
+                    assert max(heights) < 250, (view, width)
+                    # The rest of the text is reached by scrolling.
+                    scrolls = page.locator(".text:visible, .cause:visible").filter(has_text=text)
+                    beyond = "all => all.filter((e) => e.scrollHeight > e.clientHeight).length"
+                    assert await scrolls.evaluate_all(beyond) == texts
+        assert not complaints
+
+
 async def test_links_lead_elsewhere_if_they_are_given(browser: Browser, tmp_path: Path) -> None:
     async with browsing(browser) as (page, complaints), controlling(tmp_path / "meridian.db") as control:
         whole = WholeFleet(control.fleet, "replica-1", None, lambda: True)
