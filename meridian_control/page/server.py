@@ -153,7 +153,9 @@ class StatusPage:
         says what the viewer asks for, as `asked_for` reads it."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise web.HTTPServiceUnavailable(text=f"{MAX_VIEWERS} pages are open already")
-        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        # nginx would collect events until they fill a buffer.
+        more = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+        response = web.StreamResponse(headers={**HEADERS, **more})
         await response.prepare(request)
         _end_if_unread(request)
         viewer: asyncio.Queue[bytes | None] = asyncio.Queue(1)

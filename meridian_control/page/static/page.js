@@ -39,7 +39,8 @@ function showSummary(state) {
   notice("access", state.access);
   const harm = (state.harm || []).map((sentence) => sentence[0].toUpperCase() + sentence.slice(1));
   notice("notice", [...harm, state.withdrawn, missing, state.store_trouble].filter(Boolean).join(" "));
-  setText("about", `meridian-control ${state.version}, replica ${state.replica}`);
+  const zone = new Intl.DateTimeFormat().resolvedOptions().timeZone;
+  setText("about", `meridian-control ${state.version}, replica ${state.replica}; times of day are those of ${zone}`);
   $("links").hidden = !Object.keys(state.links).length;
   setChildren("links", Object.entries(state.links).map(([name, url]) => {
     const link = element("a", "", name);

@@ -7,7 +7,7 @@ import itertools
 import json
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
@@ -73,7 +73,7 @@ async def served(path: Path, peers: Any = None) -> AsyncIterator[tuple[Control, 
 async def first_event(session: aiohttp.ClientSession, address: str, *tables: str, **more: str) -> dict[str, Any]:
     """Return what a viewer first gets who asks for these tables; each table has its rows alone."""
     async with session.get(f"{address}/events", params=dict.fromkeys(tables, "") | more) as stream:
-        assert stream.content_type == "text/event-stream"
+        assert (stream.content_type, stream.headers["X-Accel-Buffering"]) == ("text/event-stream", "no")
         line = await stream.content.readline()
         told: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
         return told | {name: part["rows"] for name, part in told["tables"].items()}
@@ -768,11 +768,31 @@ async def test_a_question_to_which_no_answer_comes_is_asked_again(browser: Brows
         await page.unroute_all(behavior="ignoreErrors")
 
 
-async def another_update(page: Page) -> None:
+async def another_update(page: Page, kind: str = "message") -> None:
     """Wait until another viewer has received two more updates, so the page has received them too."""
-    await page.evaluate(
-        "new Promise((two) => { let n = 0; new EventSource('events').onmessage = () => ++n > 1 && two(); })"
-    )
+    async with asyncio.timeout(30 * BUSY):
+        await page.evaluate(
+            """(kind) => new Promise((two) => {
+              const events = new EventSource("events");
+              let n = 0;
+              events.addEventListener(kind, () => ++n > 1 && (events.close(), two()));
+            })""",
+            kind,
+        )
+
+
+async def test_times_are_those_of_the_browser(browser: Browser, tmp_path: Path) -> None:
+    """Logs and meridianctl have UTC, so the page names the zone."""
+    noon = datetime(2026, 7, 1, 12, tzinfo=UTC)
+    async with (
+        await browser.new_context(timezone_id="America/St_Johns", locale="en-GB") as context,
+        served(tmp_path) as (control, address),
+    ):
+        await control.store.append(policy(), etag="", author="me", reason="noon", now=noon)
+        page = await context.new_page()
+        await page.goto(f"{address}/#policy")
+        await page.locator("#revisions-table tr", has_text="noon").get_by_text("01/07/2026, 09:30:00").wait_for()
+        assert (await page.locator("#about").inner_text()).endswith("; times of day are those of America/St_Johns")
 
 
 async def test_views_have_addresses_and_the_back_button_works(browser: Browser, tmp_path: Path) -> None:
