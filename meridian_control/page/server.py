@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 # Seconds between two looks at the fleet, the shortest time before a look for a viewer who has just come, and how many
 # times as long as a look the pause after it lasts at least.
 INTERVAL_S, SOON_S, PAUSE_SHARE = 1.0, 0.1, 3.0
+# Seconds after which a viewer to whom nothing was sent is told that a look is under way, and for which one may be.
+ALIVE_S, LONGEST_S = 5.0, 60.0
+ALIVE = b"event: looking\ndata:\n\n"
 MAX_VIEWERS = 32
 # Seconds after which a viewer that reads nothing, such as a suspended computer, loses its place.
 UNREAD_S = 30.0
@@ -85,6 +88,8 @@ class StatusPage:
         self._viewers: dict[asyncio.Queue[bytes | None], Asked] = {}
         self._came = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
+        # When the look that is under way began, on the event loop's clock; None between two looks.
+        self._began: float | None = None
         self._history = History()
         self._noting: asyncio.Task[None] | None = None
         app = web.Application()
@@ -164,7 +169,7 @@ class StatusPage:
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         try:
-            while (event := await viewer.get()) is not None:
+            while (event := await self._next(viewer)) is not None:
                 async with asyncio.timeout(UNREAD_S):
                     await response.write(event)
         except (ConnectionError, asyncio.CancelledError):
@@ -176,10 +181,20 @@ class StatusPage:
             del self._viewers[viewer]
         return response
 
+    async def _next(self, viewer: asyncio.Queue[bytes | None]) -> bytes | None:
+        """Return what a viewer is sent next. A page takes a control plane that says nothing for lost, and a look at a
+        large fleet, with the pause after it, may last longer than the page waits."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_S):
+                    return await viewer.get()
+            if self._began is None or asyncio.get_running_loop().time() - self._began < LONGEST_S:
+                return ALIVE
+
     async def _look(self) -> None:
         """Send the page's contents to all viewers at every interval, as long as there are viewers."""
         while self._viewers:
-            began = asyncio.get_running_loop().time()
+            self._began = began = asyncio.get_running_loop().time()
             self._came.clear()
             asked = dict(self._viewers)
             events: dict[Asked, bytes] = {}
@@ -196,7 +211,7 @@ class StatusPage:
                 events = dict.fromkeys(asked.values(), trouble(text))
             for viewer in asked.keys() & self._viewers.keys():
                 _offer(viewer, events[asked[viewer]])
-            took = asyncio.get_running_loop().time() - began
+            took, self._began = asyncio.get_running_loop().time() - began, None
             await asyncio.sleep(SOON_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(INTERVAL_S, PAUSE_SHARE * took) - SOON_S):

@@ -114,6 +114,7 @@ function listen() {
     expect();
     connected(true);
   };
+  stream.addEventListener("looking", () => stream === events && expect());
   stream.addEventListener("trouble", (event) => {
     if (stream !== events) return;
     notice("notice", JSON.parse(event.data));

@@ -583,6 +583,35 @@ async def test_no_number_is_shown_while_nothing_comes(
         assert await page.get_by_text("No engine has connected.").is_visible()
 
 
+async def test_a_page_waits_for_a_long_look(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at a large fleet, and the pause after it, may last longer than a page waits for any word."""
+    collect, goes_on = Collector.collect, asyncio.Event()
+    goes_on.set()
+
+    async def late(collector: Collector, *arguments: Any) -> Contents:
+        await goes_on.wait()
+        return await collect(collector, *arguments)
+
+    monkeypatch.setattr(Collector, "collect", late)
+    monkeypatch.setattr(server, "ALIVE_S", 0.05)
+    async with browsing(browser) as (page, complaints), served(tmp_path) as (_, address):
+        await page.clock.install()
+        await page.goto(f"{address}/#engines")
+        await page.get_by_text("No engine has connected.").wait_for()
+        goes_on.clear()
+        for _ in range(4):
+            await another_update(page, "looking")
+            await page.clock.fast_forward(15_000)
+            assert await page.locator("#connection-text").inner_text() == "live"
+        # Nobody says that a look that hangs goes on.
+        monkeypatch.setattr(server, "LONGEST_S", 0.0)
+        await page.clock.fast_forward(60_000)
+        await page.locator("#gone", has_text="heard from it last at").wait_for()
+        goes_on.set()
+        await page.locator("#connection-text", has_text="live").wait_for()
+        assert not complaints
+
+
 async def test_no_number_is_shown_while_the_contents_cannot_be_collected(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
