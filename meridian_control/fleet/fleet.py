@@ -77,6 +77,7 @@ class Fleet:
         capabilities: Sequence[Capability],
     ) -> None:
         self.clock, self._heartbeat_ms = clock, round(heartbeat_s * 1e3)
+        self.began_at = clock()
         self.turns, self.tasks = Turns(), Tasks()
         self.memory, self.loop_delay = Memory(memory), LoopDelay()
         self.decisions = decisions or DecisionLog()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from meridian_control.common.opened_request import OpenedRequest
     from meridian_control.engine.session import Session
+    from meridian_control.engine.totals import Totals
     from meridian_control.fleet.connection import Connections
     from meridian_control.fleet.departed import Departed
 
@@ -156,6 +157,19 @@ def engine_view(session: Session, connected: bool) -> fleet_pb2.Engine:
         view.step, view.step_time_ms, view.kv_used = report.step, report.step_time_ms, report.kv_used
         view.running, view.waiting = report.running, report.waiting
         view.counters.CopyFrom(report.counters)
+    return view
+
+
+def sums_view(totals: Totals, replica_id: str, began_at: datetime) -> fleet_pb2.Engine:
+    """Return what all streams of a replica have counted since it began, in the form of an engine."""
+    view = fleet_pb2.Engine(
+        incarnation=replica_id,
+        replica=replica_id,
+        **same(totals, "thinking_tokens", "answer_tokens", "ends"),
+        output_itl=totals.output_itl.message(),
+        ttot=totals.ttot.message(),
+    )
+    view.connect_time.FromDatetime(began_at)
     return view
 
 

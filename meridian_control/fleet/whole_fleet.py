@@ -17,7 +17,7 @@ from meridian_control.common.errors import NotFound
 from meridian_control.common.paging import MAX_PAGE_SIZE, fitting
 from meridian_control.fleet.departed import Departed
 from meridian_control.fleet.peers import CALL_TIMEOUT_S, local, pages
-from meridian_control.fleet.views import engine_key, request_key
+from meridian_control.fleet.views import engine_key, request_key, sums_view
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -64,6 +64,17 @@ class WholeFleet:
             return await self.local_engines(), []
         reported, unreachable = await self.peers.ask(_engines)
         return await self._with(reported), unreachable
+
+    async def sums(self) -> fleet_pb2.Engine:
+        """Return what all streams of this replica have counted since it began, also those that have ended."""
+        return sums_view(await self.fleet.totals(), self.replica_id, self.fleet.began_at)
+
+    async def engines_and_sums(self) -> tuple[list[fleet_pb2.Engine], list[fleet_pb2.Engine]]:
+        """Return the engines of all replicas, and what each replica has counted since it began, as far as replicas
+        answer; those of 0.3.0 say only their engines."""
+        answers = {} if self.peers is None else (await self.peers.ask(_engines_and_sums))[0]
+        engines = await self._with({name: list(answer.engines) for name, answer in answers.items()})
+        return engines, [await self.sums(), *(answer.sums for answer in answers.values() if answer.HasField("sums"))]
 
     async def _with(self, engines_by_replica: Mapping[str, list[fleet_pb2.Engine]]) -> list[fleet_pb2.Engine]:
         """Return this replica's engines and those of the others. engines_by_replica: the other
@@ -211,9 +222,13 @@ async def _engines(peer: Peer) -> list[fleet_pb2.Engine]:
     return list((await engine_pages(peer)).engines)
 
 
-async def engine_pages(peer: Peer) -> fleet_pb2.ListEnginesResponse:
+async def _engines_and_sums(peer: Peer) -> fleet_pb2.ListEnginesResponse:
+    return await engine_pages(peer, with_sums=True)
+
+
+async def engine_pages(peer: Peer, with_sums: bool = False) -> fleet_pb2.ListEnginesResponse:
     """Return all pages of a replica's engines as one."""
-    request = fleet_pb2.ListEnginesRequest(local_only=True, page_size=MAX_PAGE_SIZE)
+    request = fleet_pb2.ListEnginesRequest(local_only=True, page_size=MAX_PAGE_SIZE, with_sums=with_sums)
     return await pages(peer.fleet.ListEngines, request, "engines")
 
 

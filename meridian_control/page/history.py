@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
     from numpy.typing import NDArray
 
-    from meridian_control.engine.totals import Totals
-
 NATURAL = "natural"
 PERIOD_S = 15.0
 # Values of a point that need the point before.
@@ -33,14 +31,13 @@ RATES = (
     *("think_tokens_per_s", "answer_tokens_per_s", "natural_per_min", "forced_per_min"),
     *("agent_share", "ttot_p99_ms", "itl_p99_ms"),
 )
-TOKENS = RATES[:2]
 # Points of one hour.
 POINTS = 241
 
 
 @dataclass
 class _Counted:
-    """The counts of an engine, of a replica, or of all engines. ttot, output_itl: observations, [TIME_BUCKETS]."""
+    """The counts of a replica, or of all. ttot, output_itl: observations, [TIME_BUCKETS]."""
 
     thinking_tokens: int = 0
     answer_tokens: int = 0
@@ -49,14 +46,9 @@ class _Counted:
     ends: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def on(cls, engine: fleet_pb2.Engine) -> _Counted:
-        times = time_counts(engine.ttot), time_counts(engine.output_itl)
-        return cls(engine.thinking_tokens, engine.answer_tokens, *times, ended([engine.ends]))
-
-    @classmethod
-    def of(cls, totals: Totals) -> _Counted:
-        times = totals.ttot.counts.copy(), totals.output_itl.counts.copy()
-        return cls(totals.thinking_tokens, totals.answer_tokens, *times, ended([totals.ends]))
+    def on(cls, replica: fleet_pb2.Engine) -> _Counted:
+        times = time_counts(replica.ttot), time_counts(replica.output_itl)
+        return cls(replica.thinking_tokens, replica.answer_tokens, *times, ended([replica.ends]))
 
     def add(self, before: _Counted, after: _Counted) -> None:
         """Add what was counted between two looks."""
@@ -95,9 +87,8 @@ class History:
 
     def __init__(self) -> None:
         self.points: deque[dict[str, Any]] = deque(maxlen=POINTS)
-        # The newest look at the engines of the other replicas, and at all streams of this one, ended ones included.
+        # The newest look at what each replica has counted.
         self._looks: PreviousLook[_Counted] = PreviousLook()
-        self._here: _Counted | None = None
         self._noted_at: datetime | None = None
         # Seconds that the agent of each engine and incarnation has spent since the engine started.
         self._agent_s: dict[tuple[str, str], float] = {}
@@ -105,23 +96,19 @@ class History:
     def note(
         self,
         engines: Sequence[fleet_pb2.Engine],
-        here: tuple[str, Totals],
+        sums: Sequence[fleet_pb2.Engine],
         revision: int,
         now: datetime,
         values: Mapping[str, float],
     ) -> None:
-        """Add a point. here: this replica's id, and the sums over all its streams. revision: the policy revision in
-        force. values: what capabilities add to the point."""
-        replica_id, totals = here
-        elsewhere = [(engine, _Counted.on(engine)) for engine in engines if engine.replica != replica_id]
+        """Add a point. sums: what all streams of each replica have counted since it began. revision: the policy
+        revision in force. values: what capabilities add to the point."""
         up = [engine for engine in engines if engine.state == CONNECTED]
-        grown, mine = _Counted(), _Counted.of(totals)
-        grown.add(self._here or mine, mine)
-        self._here = mine
-        for engine, after in elsewhere:
-            if (before := self._looks.of(engine, _Counted())) is not None:
+        grown, counted = _Counted(), [(replica, _Counted.on(replica)) for replica in sums]
+        for replica, after in counted:
+            if (before := self._looks.of(replica, _Counted())) is not None:
                 grown.add(before, after)
-        self._looks.replace(elsewhere, now)
+        self._looks.replace(counted, now)
         # The value is 0 until the engine has reported counters.
         agent_s = {(e.engine_id, e.incarnation): e.counters.agent_seconds for e in up if e.counters.agent_seconds}
         spent_s = [spent - self._agent_s[key] for key, spent in agent_s.items() if key in self._agent_s]
@@ -140,10 +127,9 @@ class History:
         }
         # The clock may be set back.
         if seconds > 0:
-            point |= grown.rates(seconds)
-            if not all(engine.HasField("thinking_tokens") for engine in up):
-                # A replica of an older version does not count them.
-                point |= dict.fromkeys(TOKENS)
+            # Replicas of 0.3.0 have no sums.
+            if {engine.replica for engine in up} <= {replica.replica for replica in sums}:
+                point |= grown.rates(seconds)
             if spent_s:
                 point["agent_share"] = sum(spent_s) / seconds / len(spent_s)
         self.points.append(point)

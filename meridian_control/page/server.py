@@ -143,12 +143,11 @@ class StatusPage:
         """Add a point to the history at every period."""
         while True:
             try:
-                engines, _ = await self._whole.engines()
+                engines, sums = await self._whole.engines_and_sums()
                 fleet = self._whole.fleet
                 now = fleet.clock()
                 points = [await answer_of(part, part.point(), {}) for part in fleet.parts.values()]
-                here = self._whole.replica_id, await fleet.totals()
-                self._history.note(engines, here, fleet.revision, now, dict(ChainMap(*points)))
+                self._history.note(engines, sums, fleet.revision, now, dict(ChainMap(*points)))
             except Exception:
                 logger.exception("cannot add to the status page's history")
             await asyncio.sleep(PERIOD_S)

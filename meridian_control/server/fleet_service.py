@@ -88,6 +88,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         answer = fleet_pb2.ListEnginesResponse(engines=shown, next_page_token=token, unreachable_replicas=unreachable)
         if request.local_only and not request.page_token:
             each(self._whole.fleet.parts.values(), lambda part: part.answer_replica(answer, REPLICA_BYTES))
+            if request.with_sums:
+                answer.sums.CopyFrom(await self._whole.sums())
         return answer
 
     async def ListRequests(  # noqa: N802

@@ -453,9 +453,9 @@ class Engine(_message.Message):
     token_events: _builtins.int
     """Number of token rows that the agent reported."""
     thinking_tokens: _builtins.int
-    """Number of those that are text of the thinking, without markers. Replicas of 0.3.0 do not count it."""
+    """Number of those that are text of the thinking, without markers."""
     answer_tokens: _builtins.int
-    """Number of those that are text of an answer. Replicas of 0.3.0 do not count it."""
+    """Number of those that are text of an answer."""
     open_decisions: _builtins.int
     """Number of decisions that have no outcome yet."""
     agent_state: _agent_pb2.AgentState.ValueType
@@ -640,8 +640,8 @@ class Engine(_message.Message):
         thinking: _builtins.int = ...,
         answering: _builtins.int = ...,
         token_events: _builtins.int = ...,
-        thinking_tokens: _builtins.int | None = ...,
-        answer_tokens: _builtins.int | None = ...,
+        thinking_tokens: _builtins.int = ...,
+        answer_tokens: _builtins.int = ...,
         decisions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         outcomes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         open_decisions: _builtins.int = ...,
@@ -682,18 +682,11 @@ class Engine(_message.Message):
         request_sources: _builtins.str = ...,
         control_group: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer_tokens", b"_answer_tokens", "_thinking_tokens", b"_thinking_tokens", "answer_tokens", b"answer_tokens", "answering_engine", b"answering_engine", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "shadow_handovers", b"shadow_handovers", "think_tokens", b"think_tokens", "thinking_tokens", b"thinking_tokens", "ttot", b"ttot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answering_engine", b"answering_engine", "capabilities", b"capabilities", "connect_time", b"connect_time", "counters", b"counters", "freeze", b"freeze", "output_itl", b"output_itl", "recover_time", b"recover_time", "report_time", b"report_time", "shadow_handovers", b"shadow_handovers", "think_tokens", b"think_tokens", "ttot", b"ttot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer_tokens", b"_answer_tokens", "_thinking_tokens", b"_thinking_tokens", "acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answer_tokens", b"answer_tokens", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "control_group", b"control_group", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "missing_facts", b"missing_facts", "model", b"model", "model_fingerprint", b"model_fingerprint", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "request_sources", b"request_sources", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "thinking_tokens", b"thinking_tokens", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_revision", b"acked_revision", "agent_state", b"agent_state", "agent_version", b"agent_version", "answer_tokens", b"answer_tokens", "answering", b"answering", "answering_engine", b"answering_engine", "answers", b"answers", "capabilities", b"capabilities", "connect_time", b"connect_time", "control_group", b"control_group", "counters", b"counters", "decisions", b"decisions", "ends", b"ends", "engine_id", b"engine_id", "engine_limits", b"engine_limits", "entropy_backend", b"entropy_backend", "entropy_note", b"entropy_note", "fault", b"fault", "faults", b"faults", "freeze", b"freeze", "handovers", b"handovers", "incarnation", b"incarnation", "kv_connector", b"kv_connector", "kv_role", b"kv_role", "kv_used", b"kv_used", "labels", b"labels", "last_fault", b"last_fault", "lost", b"lost", "missing_facts", b"missing_facts", "model", b"model", "model_fingerprint", b"model_fingerprint", "nack_error", b"nack_error", "no_hand_over", b"no_hand_over", "open_decisions", b"open_decisions", "outcomes", b"outcomes", "output_itl", b"output_itl", "pool", b"pool", "pressures", b"pressures", "promised", b"promised", "reclaim_note", b"reclaim_note", "recover_time", b"recover_time", "replica", b"replica", "report_time", b"report_time", "request_sources", b"request_sources", "revision", b"revision", "running", b"running", "shadow", b"shadow", "shadow_handovers", b"shadow_handovers", "state", b"state", "step", b"step", "step_time_ms", b"step_time_ms", "think_tokens", b"think_tokens", "thinking", b"thinking", "thinking_tokens", b"thinking_tokens", "token_events", b"token_events", "ttot", b"ttot", "unknown_markers", b"unknown_markers", "unread_prompts", b"unread_prompts", "vllm_version", b"vllm_version", "waiting", b"waiting", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__answer_tokens: _TypeAlias = _typing.Literal["answer_tokens"]  # noqa: Y015
-    _WhichOneofArgType__answer_tokens: _TypeAlias = _typing.Literal["_answer_tokens", b"_answer_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__thinking_tokens: _TypeAlias = _typing.Literal["thinking_tokens"]  # noqa: Y015
-    _WhichOneofArgType__thinking_tokens: _TypeAlias = _typing.Literal["_thinking_tokens", b"_thinking_tokens"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer_tokens) -> _WhichOneofReturnType__answer_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_tokens) -> _WhichOneofReturnType__thinking_tokens | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Engine: _TypeAlias = Engine  # noqa: Y015
 
@@ -1374,22 +1367,26 @@ class ListEnginesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     LOCAL_ONLY_FIELD_NUMBER: _builtins.int
+    WITH_SUMS_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Largest number of entries to return; 0 for the server's default. A page may have fewer entries."""
     page_token: _builtins.str
     """Empty for the first page; otherwise `next_page_token` of the previous page."""
     local_only: _builtins.bool
     """Whether to return only what the asked replica itself knows."""
+    with_sums: _builtins.bool
+    """Whether to return `sums`, which needs `local_only`."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         local_only: _builtins.bool = ...,
+        with_sums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_only", b"local_only", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_only", b"local_only", "page_size", b"page_size", "page_token", b"page_token", "with_sums", b"with_sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1404,6 +1401,7 @@ class ListEnginesResponse(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Token of the next page; empty on the last page."""
@@ -1418,6 +1416,12 @@ class ListEnginesResponse(_message.Message):
         """
 
     @_builtins.property
+    def sums(self) -> Global___Engine:
+        """What all streams of the asked replica have counted since it started, at connect_time, also streams that have ended:
+        thinking_tokens, answer_tokens, ends, output_itl and ttot. Absent without `with_sums`, and from replicas of 0.3.0.
+        """
+
+    @_builtins.property
     def unreachable_replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the replicas that did not answer; what they know is missing."""
 
@@ -1427,11 +1431,12 @@ class ListEnginesResponse(_message.Message):
         engines: _abc.Iterable[Global___Engine] | None = ...,
         next_page_token: _builtins.str = ...,
         continued: _abc.Iterable[Global___ContinuedRequest] | None = ...,
+        sums: Global___Engine | None = ...,
         unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "engines", b"engines", "next_page_token", b"next_page_token", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "engines", b"engines", "next_page_token", b"next_page_token", "sums", b"sums", "unreachable_replicas", b"unreachable_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

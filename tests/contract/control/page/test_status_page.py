@@ -21,9 +21,11 @@ from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.self_calibration.fleet import SelfCalibration
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.freeze_state import Match
+from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.page import contents, server, tables
 from meridian_control.page.contents import Collector, Contents
+from meridian_control.page.history import History
 from meridian_control.page.server import FILES, MAX_VIEWERS, StatusPage
 from meridian_control.policy.shortening_kinds import CAP, ENTROPY
 from meridian_control.policy.store import PolicyStore
@@ -34,7 +36,7 @@ from meridian_control.rollout.store import RolloutStore
 from tests.contract.control.journal.test_why import one_life
 from tests.contract.streams import Control, call_to, controlling
 from tests.fakes.agent import hello
-from tests.fakes.control import utc_now
+from tests.fakes.control import asking, utc_now
 from tests.fakes.fleets import requests_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
@@ -396,6 +398,28 @@ async def test_rows_with_one_key_leave_none_behind(browser: Browser, tmp_path: P
         )
         assert shown == ["a0 b1", "a0 a1 b2", "a0 a1 b2", "b0 a1 a2", "b0 a1", "a0 a1", "c0"]
         assert not complaints
+
+
+async def test_what_an_engine_does_before_its_stream_ends_is_charted(tmp_path: Path) -> None:
+    """The engine has another stream by the next point, at this or another replica."""
+    history, begin = History(), utc_now()
+
+    async def note(whole: WholeFleet, seconds: int) -> None:
+        engines, sums = await whole.engines_and_sums()
+        history.note(engines, sums, 1, begin + timedelta(seconds=seconds), {})
+
+    async with served(tmp_path) as (control, _), asking([Replica("alone", control.target)]) as whole:
+        await note(whole, 0)
+        with LinkedEngine([control.target]) as linked:
+            linked.open("a")
+            await linked.steps_until(lambda: control.connected() and control.engine().thinking_tokens)
+        await until(lambda: control.fleet.departed)
+        with LinkedEngine([control.target]):
+            await until(control.connected)
+            await note(whole, 10)
+        counted = (await control.fleet.totals()).thinking_tokens
+    assert counted > 0
+    assert [point["think_tokens_per_s"] for point in history.points] == [None, counted / 10]
 
 
 async def test_a_point_has_the_time_of_its_counts(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 from meridian.v1 import fleet_pb2
 
 from meridian_control.common.histogram import TIME_BOUNDS_S, TIME_BUCKETS
-from meridian_control.engine.totals import Totals
 from meridian_control.page.history import PERIOD_S, POINTS, RATES, History
 
 BEGIN = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
@@ -26,7 +25,7 @@ def engine(
 ) -> fleet_pb2.Engine:
     """Return an engine that has been connected since so many seconds after BEGIN. ttot: number of observations of each
     time in seconds."""
-    found = fleet_pb2.Engine(engine_id=name, **{"state": CONNECTED, "thinking_tokens": 0, **fields})
+    found = fleet_pb2.Engine(engine_id=name, **{"state": CONNECTED, **fields})
     found.connect_time.FromDatetime(BEGIN + timedelta(seconds=since_s))
     found.counters.agent_seconds = agent_s
     counts = [0] * TIME_BUCKETS
@@ -40,7 +39,7 @@ def noted(*periods: list[fleet_pb2.Engine]) -> list[dict[str, Any]]:
     history = History()
     for number, engines in enumerate(periods):
         now = BEGIN + number * timedelta(seconds=10)
-        history.note(engines, ("here", Totals()), 1 + number // 2, now, {"saved_ratio": 0.25})
+        history.note(engines, engines, 1 + number // 2, now, {"saved_ratio": 0.25})
     return list(history.points)
 
 
@@ -122,31 +121,15 @@ def test_a_large_fleet_in_which_one_engine_connects_again_in_each_period() -> No
         assert point["ttot_p99_ms"] == 200
 
 
-def test_a_replica_counts_all_of_its_streams_to_their_ends() -> None:
-    """The engine's own counters begin with each stream, and one that has moved counts where it is."""
-    history, totals = History(), Totals(thinking_tokens=500)
-    times = [BEGIN + number * timedelta(seconds=10) for number in range(3)]
-    history.note([engine(replica="here", thinking_tokens=500)], ("here", totals), 1, times[0], {})
-    totals.thinking_tokens, totals.answer_tokens, totals.ends["eat"] = 560, 20, 4
-    totals.ends["eat_shadowed"] = 7
-    totals.ttot.add_one(0.05)
-    history.note([engine(replica="here", thinking_tokens=10, since_s=6)], ("here", totals), 1, times[1], {})
-    point = history.points[-1]
-    assert (point["think_tokens_per_s"], point["answer_tokens_per_s"], point["ends"]) == (6, 2, {"EAT": 4})
-    assert (point["forced_per_min"], point["ttot_p99_ms"]) == (24, 50)
-    totals.thinking_tokens = 570
-    history.note([engine(replica="other", thinking_tokens=30, since_s=15)], ("here", totals), 1, times[2], {})
-    assert history.points[-1]["think_tokens_per_s"] == 4
-
-
-def test_tokens_are_not_known_while_a_replica_of_an_older_version_has_engines() -> None:
-    older = engine("b", token_events=900, ttot={0.1: 10}, since_s=5)
-    older.ClearField("thinking_tokens")
-    gone = fleet_pb2.Engine(engine_id="gone", state=fleet_pb2.CONNECTION_STATE_DISCONNECTED)
-    known = engine(thinking_tokens=50)
-    _, mixed, upgraded = noted([engine()], [known, older], [known, gone])
-    assert (mixed["think_tokens_per_s"], mixed["answer_tokens_per_s"], mixed["ttot_p99_ms"]) == (None, None, 100)
-    assert (upgraded["think_tokens_per_s"], upgraded["answer_tokens_per_s"]) == (0, 0)
+def test_nothing_is_known_while_a_replica_without_sums_has_engines() -> None:
+    """Such a replica has an older version, as in a rolling upgrade."""
+    history, known = History(), engine(replica="new", thinking_tokens=50)
+    older = engine("b", replica="old", token_events=900, thinking=3)
+    for number, engines in enumerate(([known], [known, older], [known])):
+        history.note(engines, [known], 1, BEGIN + number * timedelta(seconds=10), {})
+    _, mixed, upgraded = history.points
+    assert (mixed["think_tokens_per_s"], mixed["natural_per_min"], mixed["thinking"]) == (None, None, 3)
+    assert (upgraded["think_tokens_per_s"], upgraded["natural_per_min"]) == (0, 0)
 
 
 def test_freezes_and_revisions_are_noted() -> None:
