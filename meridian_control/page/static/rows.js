@@ -4,8 +4,8 @@
 export const SILENCE_MS = 20000;
 // Characters above which a text that otherwise stays on one line is broken into several.
 const LONG = 40;
-// Characters above which a text scrolls in a place of a few lines.
-const VERY_LONG = 300;
+// Characters above which a text scrolls in a place of a few lines, and above which one is no comparison.
+const VERY_LONG = 300, SENTENCE = 120;
 export const $ = (id) => document.getElementById(id);
 export const number = new Intl.NumberFormat("en");
 export const clock = (stamp) => (stamp ? new Date(stamp).toLocaleTimeString() : "");
@@ -105,6 +105,6 @@ export function tile(name, value, kind, more) {
   return element("div", "", ...parts);
 }
 
-// Returns the values that a rule compared, each of which stays on one line.
-export const reasons = (parts) => element("div", "",
-  ...parts.flatMap((text, i) => [i ? ", " : "", element("span", "comparison", text)]));
+// Returns the values that a rule compared, each of which stays on one line, and the sentences behind a decision.
+export const reasons = (parts) => element("div", "", ...parts.flatMap((text, i) => [i ? ", " : "",
+  text.length > SENTENCE ? element("div", "text", text) : element("span", "comparison", text)]));

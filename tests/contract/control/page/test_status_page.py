@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import aiohttp
 import pytest
 import pytest_asyncio
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.capabilities.control_group.cohorts import LENGTH
@@ -33,6 +33,7 @@ from meridian_control.rollout.driver import STORE_S, Rollouts
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By
 from meridian_control.rollout.store import RolloutStore
+from tests.contract.clients import calling
 from tests.contract.control.journal.test_why import one_life
 from tests.contract.streams import Control, call_to, controlling
 from tests.fakes.agent import hello
@@ -949,9 +950,19 @@ async def test_a_very_long_text_takes_a_few_lines(browser: Browser, tmp_path: Pa
         await control.parts.freezes.add_freeze(Match(("frozen",)), end, "me", text)
         with LinkedEngine([control.target], "frozen"), LinkedEngine([control.target], "off", fault=text):
             await until(lambda: control.connected("frozen") and control.connected("off"))
-            for view, texts in (("engines", 3), ("policy", 1)):
+            with LinkedEngine([control.target]) as linked:
+                linked.open("ended")
+                await linked.steps_until(control.names)
+                ending = fleet_pb2.EndThinkingRequest(request_id="ended", reason=text)
+                async with calling(control.target) as clients:
+                    await clients.fleet.EndThinking(ending)
+                await linked.steps_until(lambda: control.engine().ends)
+            for view, texts in (("engines", 3), ("requests", 2), ("policy", 1)):
                 await page.goto(f"{address}/#{view}")
                 await page.locator(f"#{view}:not(.stale)").wait_for()
+                if view == "requests":
+                    await page.locator("#ends-table a").click()
+                    await page.locator("#life h4").wait_for()
                 for width in (360, 1280):
                     await page.set_viewport_size({"width": width, "height": 800})
                     rows = page.locator("tbody tr:visible")
@@ -960,7 +971,11 @@ async def test_a_very_long_text_takes_a_few_lines(browser: Browser, tmp_path: Pa
                     # The rest of the text is reached by scrolling.
                     scrolls = page.locator(".text:visible, .cause:visible").filter(has_text=text)
                     beyond = "all => all.filter((e) => e.scrollHeight > e.clientHeight).length"
-                    assert await scrolls.evaluate_all(beyond) == texts
+                    async with asyncio.timeout(30 * BUSY):
+                        while await scrolls.evaluate_all(beyond) != texts:
+                            await asyncio.sleep(0.01)
+                    wide = "all => all.filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.className)"
+                    assert await rows.locator("th, td").evaluate_all(wide) == [], (view, width)
         assert not complaints
 
 
