@@ -12,7 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from meridian_control.common.enum_names import REASONS, outcome_name
+from meridian_control.common.enum_names import ENTROPY_REASONS, REASONS, outcome_name, stage_name
 from meridian_control.common.look import phase_text
 
 if TYPE_CHECKING:
@@ -157,10 +157,12 @@ def short(value: float) -> str:
 def why(decision: fleet_pb2.LoggedDecision, in_full: bool = False) -> list[str]:
     """Return the values behind a decision, a handover's engine, the operator's reason, and the outcome's detail."""
     move, eat = decision.hand_over, decision.measured_eat_nats
+    by_pressure = decision.reason in ENTROPY_REASONS and bool(decision.pressure.name)
     parts = [
         *comparison_texts(decision, in_full),
         f"to {move.engine_id}: transfer {move.transfer_ms:.0f} ms, gain {move.gain_ms:.0f} ms" * bool(move.engine_id),
         f"{spelled(move.result)}: {move.result_detail}" * bool(move.result),
+        f"in force by pressure {decision.pressure.name} in stage {stage_name(decision.budget_stage)}" * by_pressure,
         decision.operator_reason,
         f"EAT {short(eat)} nats" * decision.HasField("measured_eat_nats"),
         decision.detail,

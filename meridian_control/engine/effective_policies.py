@@ -47,8 +47,9 @@ class EffectivePolicies:
     """
 
     def __init__(self, table: RequestTable, hello: agent_pb2.Hello, shadow: Comparison) -> None:
-        self._table, self._labels, self._shadow = table, dict(hello.labels), shadow
-        self._fingerprint = hello.model_fingerprint
+        self._table, self._shadow = table, shadow
+        # The facts about the engine that overrides match on.
+        self._engine = Who(engine_labels=dict(hello.labels), fingerprint=hello.model_fingerprint)
         self.shorteners: list[Shortener] = []
         # The shorteners for which the policy in force has an entry.
         self._active: list[Shortener] = []
@@ -180,8 +181,7 @@ class EffectivePolicies:
 
     def who(self, opened: OpenedRequest) -> Who:
         """Return the facts about a request that overrides match on."""
-        facts = opened.model, opened.tenant, opened.slo_class, opened.effort, self._labels, self._fingerprint
-        return Who(*facts)
+        return self._engine.of(opened)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -226,18 +226,19 @@ class EffectivePolicies:
         """Return the policy that holds for the request in a slot, and the entry that has changed what a decision with
         this reason depends on."""
         held = self.held(slot)
-        policy, entries = held.policy, held.by
+        policy, entries, is_default = held.policy, held.by, False
         if reason == "hard_cap":
             policy, entries = held.capping, None
+            is_default = policy.scheduler.max_think_tokens > held.own.scheduler.max_think_tokens
         if entries is None:
             # Most decisions share one object, because most requests have the same policy.
             behind = self._newest_behind
             if behind is None or behind.policy is not policy:
-                self._newest_behind = behind = Behind(self.revision, policy, None, None)
+                self._newest_behind = behind = Behind(self.revision, policy, None, None, self._engine, is_default)
             return behind
         by = entries.soft if reason == "soft_close" else entries.rules if reason in ENTROPY_REASONS else entries.cap
         (detail,) = (shortener.detail(by) for shortener in self._active if shortener.section == by.section)
-        return Behind(self.revision, policy, by, detail)
+        return Behind(self.revision, policy, by, detail, self._engine)
 
     def in_use(self) -> list[tuple[Policy, Among]]:
         """Return each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from meridian_control.policy.model import Policy
 
 THINK_TOKENS = "think_tokens"
+# Names of limits that no field of the policy has.
+OWN_FLOOR, OWN_CAP = "own min_think_tokens", "own max_think_tokens"
+DEFAULT_CAP_NAME = "default cap, in the control group"
 # Largest number of siblings in an explanation.
 MAX_SIBLINGS = 32
 START = datetime.fromtimestamp(0, UTC)
@@ -210,111 +213,126 @@ def compared(decision: Decision) -> list[Compared]:
 def _eat(decision: Decision, policy: Policy) -> Iterator[Compared]:
     seen, entropy = decision.signals, policy.entropy
     yield _floor(decision, policy)
-    name, needed = "entropy.eat_warmup_samples", entropy.eat_warmup_samples
+    name, needed = decision.path_of("entropy", "eat_warmup_samples"), entropy.eat_warmup_samples
     if earlier := entropy.confirm_sentence_ends - 1:
-        name, needed = f"{name} + entropy.confirm_sentence_ends - 1", needed + earlier
+        confirmed = decision.path_of("entropy", "confirm_sentence_ends")
+        name, needed = f"{name} + {confirmed} - 1", needed + earlier
     yield "eat_samples", seen.eat_samples, ">=", name, needed
-    level, variance = entropy.eat_level_threshold_nats, entropy.eat_ema_variance_threshold
-    yield "eat_ema_variance", seen.eat_ema_variance, "<", "entropy.eat_ema_variance_threshold", variance
-    yield "eat_ema_nats", seen.eat_ema_nats, "<", "entropy.eat_level_threshold_nats", level
+    low = "<", decision.path_of("entropy", "eat_level_threshold_nats"), entropy.eat_level_threshold_nats
+    flat = "<", decision.path_of("entropy", "eat_ema_variance_threshold"), entropy.eat_ema_variance_threshold
+    yield "eat_ema_variance", seen.eat_ema_variance, *flat
+    yield "eat_ema_nats", seen.eat_ema_nats, *low
     for k in range(earlier):
-        then = seen.earlier_eat_ema_variance[k]
-        yield f"earlier_eat_ema_variance[{k}]", then, "<", "entropy.eat_ema_variance_threshold", variance
-        yield f"earlier_eat_ema_nats[{k}]", seen.earlier_eat_ema_nats[k], "<", "entropy.eat_level_threshold_nats", level
+        yield f"earlier_eat_ema_variance[{k}]", seen.earlier_eat_ema_variance[k], *flat
+        yield f"earlier_eat_ema_nats[{k}]", seen.earlier_eat_ema_nats[k], *low
 
 
 def _rank(decision: Decision, policy: Policy) -> Iterator[Compared]:
     yield _floor(decision, policy)
+    name = decision.path_of("entropy", "rank_conditions")
     for age in range(policy.entropy.confirm_sentence_ends):
-        yield from _rank_at(decision.signals.boundary_ranks, age, policy)
+        yield from _rank_at(decision.signals.boundary_ranks, age, policy, name)
 
 
-def _rank_at(newest: tuple[int, ...], age: int, policy: Policy) -> Iterator[Compared]:
-    """Yield the comparisons of the condition that held at the sentence end that `age` others follow."""
+def _rank_at(newest: tuple[int, ...], age: int, policy: Policy, name: str) -> Iterator[Compared]:
+    """Yield the comparisons of the condition that held at the sentence end that `age` others follow. name: that of the
+    conditions."""
     ranks = newest[age:]
     for index, condition in enumerate(policy.entropy.rank_conditions):
         bounds = condition.max_ranks
         if len(ranks) >= len(bounds) and all(rank <= bound for rank, bound in zip(ranks, bounds, strict=False)):
             for k, (rank, bound) in enumerate(zip(ranks, bounds, strict=False)):
-                limit = f"entropy.rank_conditions[{index}].max_ranks[{k}]"
-                yield f"boundary_ranks[{age + k}]", rank, "<=", limit, bound
+                yield f"boundary_ranks[{age + k}]", rank, "<=", f"{name}[{index}].max_ranks[{k}]", bound
             return
 
 
 def _rpdi(decision: Decision, policy: Policy) -> Iterator[Compared]:
     yield _floor(decision, policy)
-    limit = policy.entropy.rpdi_threshold
-    yield "rpdi", decision.signals.rpdi, ">", "entropy.rpdi_threshold", limit
+    limit = ">", decision.path_of("entropy", "rpdi_threshold"), policy.entropy.rpdi_threshold
+    yield "rpdi", decision.signals.rpdi, *limit
     for k, ratio in enumerate(decision.signals.boundary_rpdi[1:], 1):
-        yield f"boundary_rpdi[{k}]", ratio, ">", "entropy.rpdi_threshold", limit
+        yield f"boundary_rpdi[{k}]", ratio, *limit
 
 
 def _give_up(decision: Decision, policy: Policy) -> Iterator[Compared]:
-    seen, entropy = decision.signals, policy.entropy
+    seen = decision.signals
     yield _floor(decision, policy)
-    yield "eat_think_tokens", seen.eat_think_tokens, ">=", "entropy.give_up_tokens", entropy.give_up_tokens
-    yield "eat_samples", seen.eat_samples, ">=", "entropy.eat_warmup_samples", entropy.eat_warmup_samples
-    yield "eat_ema_nats", seen.eat_ema_nats, ">=", "entropy.give_up_eat_nats", entropy.give_up_eat_nats
+    for signal, value, field in (
+        ("eat_think_tokens", seen.eat_think_tokens, "give_up_tokens"),
+        ("eat_samples", seen.eat_samples, "eat_warmup_samples"),
+        ("eat_ema_nats", seen.eat_ema_nats, "give_up_eat_nats"),
+    ):
+        yield signal, value, ">=", decision.path_of("entropy", field), getattr(policy.entropy, field)
 
 
 def _soft_close(decision: Decision, policy: Policy) -> Iterator[Compared]:
     own, soft = decision.life.opened.min_think_tokens, policy.scheduler.soft_think_tokens
-    name = _limit_name(decision, "scheduler.soft_think_tokens") if soft >= own else "own min_think_tokens"
+    name = _limit_name(decision, "soft_think_tokens") if soft >= own else OWN_FLOOR
     yield THINK_TOKENS, decision.signals.think_tokens, ">=", name, max(soft, own)
     rank, limit = decision.signals.boundary_ranks[0], policy.scheduler.soft_close_rank
-    yield "boundary_ranks[0]", rank, "<=", "scheduler.soft_close_rank", limit
+    yield "boundary_ranks[0]", rank, "<=", decision.path_of("scheduler", "soft_close_rank"), limit
 
 
 def _loop(decision: Decision, policy: Policy) -> Iterator[Compared]:
     seen, loop = decision.signals, policy.loop
     if own := decision.life.opened.min_think_tokens:
-        yield THINK_TOKENS, seen.think_tokens, ">=", "own min_think_tokens", own
+        yield THINK_TOKENS, seen.think_tokens, ">=", OWN_FLOOR, own
     rounds = seen.loop_tokens // max(1, seen.loop_period_tokens)
-    yield "loop_rounds", rounds, ">=", "loop.min_rounds", loop.min_rounds
-    yield "loop_tokens", seen.loop_tokens, ">=", "loop.min_tokens", loop.min_tokens
+    yield "loop_rounds", rounds, ">=", decision.path_of("loop", "min_rounds"), loop.min_rounds
+    yield "loop_tokens", seen.loop_tokens, ">=", decision.path_of("loop", "min_tokens"), loop.min_tokens
 
 
 def _cap(decision: Decision, policy: Policy) -> Iterator[Compared]:
-    cap, extension, extended = decision.signals.max_think_tokens, 0, ""
+    cap, opened = decision.signals.max_think_tokens, decision.life.opened
+    limit, name = policy.scheduler.max_think_tokens, _limit_name(decision, "max_think_tokens")
     if decision.reason == "empty_answer":
-        extension = policy.scheduler.empty_answer_extension_tokens
-        extended = " + scheduler.empty_answer_extension_tokens"
-    limit, name = policy.scheduler.max_think_tokens + extension, _limit_name(decision, "scheduler.max_think_tokens")
-    name += extended
-    if decision.shortening is not None and (floor := decision.life.opened.min_think_tokens) > limit:
+        limit += policy.scheduler.empty_answer_extension_tokens
+        name += f" + {decision.path_of('scheduler', 'empty_answer_extension_tokens')}"
+    if decision.shortening is not None and (floor := opened.min_think_tokens) > limit:
         # The request's own floor lifts the cap that an entry lowers.
-        limit, name = floor, "own min_think_tokens"
-    if (own := decision.life.opened.max_think_tokens) is not None and own < limit:
-        limit, name = own, "own max_think_tokens"
+        limit, name = floor, OWN_FLOOR
+    if (own := opened.max_think_tokens) is not None and own < limit:
+        limit, name = own, OWN_CAP
     if cap is not None:
         yield "max_think_tokens", cap, "=", name, limit
-    if cap is not None and (reserve := answer_reserve(policy, decision.life.opened)):
-        yield "answer_reserve_tokens", reserve, "=", "scheduler.answer_reserve_tokens", reserve
+    if cap is not None and (reserve := answer_reserve(policy, opened)):
+        yield "answer_reserve_tokens", reserve, "=", decision.path_of("scheduler", "answer_reserve_tokens"), reserve
 
 
 def _limit_name(decision: Decision, field: str) -> str:
-    """Return the name of a limit: the policy's field, or the entry that has changed its value."""
-    by = decision.shortening
-    return field if by is None else f"{by.section} {by.name} in stage {stage_name(by.stage)}"
+    """Return the name of a limit of the section scheduler: the entry that has changed its value, the control group's
+    default, or the policy's field."""
+    if (by := decision.shortening) is not None:
+        return f"{by.section} {by.name} in stage {stage_name(by.stage)}"
+    return DEFAULT_CAP_NAME if decision.under.behind.is_default_cap else decision.path_of("scheduler", field)
 
 
 def _probe(decision: Decision, policy: Policy) -> Iterator[Compared]:
     lead = probe_lead_tokens(policy.entropy)
     signal, value, operator, name, floor = _floor(decision, policy)
     if only_gives_up(policy.entropy) and value >= (late := policy.entropy.give_up_tokens) - lead and late > floor:
-        name, floor = "entropy.give_up_tokens", late
+        name, floor = decision.path_of("entropy", "give_up_tokens"), late
     yield signal, value, operator, f"{name} - warm-up", max(0, floor - lead)
     if gate := policy.entropy.eat_probe_max_rank:
-        yield "boundary_ranks[0]", decision.signals.boundary_ranks[0], "<=", "entropy.eat_probe_max_rank", gate
+        rank = decision.signals.boundary_ranks[0]
+        yield "boundary_ranks[0]", rank, "<=", decision.path_of("entropy", "eat_probe_max_rank"), gate
 
 
 def _cap_probe(decision: Decision, policy: Policy) -> Iterator[Compared]:
     if (cap := decision.signals.max_think_tokens) is not None:
-        name = f"max_think_tokens - {EXTENSION_LEAD_TOKENS}"
-        yield THINK_TOKENS, decision.signals.think_tokens, ">=", name, cap - EXTENSION_LEAD_TOKENS
+        name, limit = f"max_think_tokens - {EXTENSION_LEAD_TOKENS}", max(0, cap - EXTENSION_LEAD_TOKENS)
+        yield THINK_TOKENS, decision.signals.think_tokens, ">=", name, limit
 
 
 def _floor(decision: Decision, policy: Policy) -> Compared:
     own, floor = decision.life.opened.min_think_tokens, policy.scheduler.min_think_tokens
-    name = "scheduler.min_think_tokens" if floor >= own else "own min_think_tokens"
+    name = _floor_name(decision) if floor >= own else OWN_FLOOR
     return THINK_TOKENS, decision.signals.think_tokens, ">=", name, max(floor, own)
+
+
+def _floor_name(decision: Decision) -> str:
+    """Return the name of the policy's floor; that of the cap if the floor of another override is lowered to it."""
+    scheduler, floor = decision.own_policy.scheduler, decision.path_of("scheduler", "min_think_tokens")
+    cap = decision.path_of("scheduler", "max_think_tokens")
+    is_set_beside = floor == cap.replace("max_", "min_")
+    return floor if is_set_beside or scheduler.min_think_tokens < scheduler.max_think_tokens else cap

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meridian_control.common.opened_request import OpenedRequest
-    from meridian_control.policy.model import Policy
+    from meridian_control.policy.model import Policy, Who
 
 # About as many bytes as an event takes; a decision without the row that its rule saw; a life without its request.
 EVENT_BYTES, DECISION_BYTES, LIFE_BYTES = 512, 448, 512
@@ -174,13 +174,16 @@ class Behind(NamedTuple):
     """The policy that holds for a request, as far as decisions with one reason depend on it.
 
     shortening: the entry that has shortened the policy, None if none has. detail: what the entry's capability shows of
-    it.
+    it. engine: the facts of the engine that overrides match on. is_default_cap: whether the cap is the default one,
+    because the request is held out and its own policy has a lower one.
     """
 
     revision: int
     policy: Policy
     shortening: Shortening | None
     detail: Detail | None
+    engine: Who
+    is_default_cap: bool = False
 
 
 class Circumstances(NamedTuple):
@@ -262,6 +265,16 @@ class Decision:
     @property
     def policy(self) -> Policy:
         return self.under.behind.policy
+
+    @property
+    def own_policy(self) -> Policy:
+        """The policy of the decision's request without the entry that shortens it."""
+        behind = self.under.behind
+        return behind.policy if behind.shortening is None else behind.shortening.without
+
+    def path_of(self, section: str, name: str) -> str:
+        """Return the dotted path of the value of a field that held for the decision's request."""
+        return self.own_policy.path_of(self.under.behind.engine.of(self.life.opened), section, name)
 
     @property
     def shortening(self) -> Shortening | None:

@@ -105,6 +105,12 @@ class Who(NamedTuple):
     engine_labels: Mapping[str, str] = {}
     fingerprint: str = ""
 
+    def of(self, request: Any) -> Self:
+        """Return the facts about a request on the engine of these facts. request: has the fields of the others."""
+        return self._replace(
+            model=request.model, tenant=request.tenant, slo_class=request.slo_class, effort=request.effort
+        )
+
     @property
     def traffic(self) -> str:
         """The exact name of the request's traffic, for which self-calibration finds a rule. A # of the model's name is
@@ -277,6 +283,14 @@ class Policy(Section):
         names = ("loop", "engine", "preemption")
         others = {name: getattr(self, name).model_copy(update=changes[name]) for name in names}
         return self.model_copy(update={"scheduler": scheduler, "entropy": entropy, **others})
+
+    def path_of(self, who: Who, section: str, name: str) -> str:
+        """Return the dotted path of a field's value that holds for a request under the policy with the matching
+        overrides: of the last override that sets the field, else of the section."""
+        for index, override in reversed([*enumerate(self.override)]):
+            if name in override.changes(section) and override.matches(who):
+                return f"override[{index}].{section}.{name}"
+        return f"{section}.{name}"
 
     def on_engine(self, labels: Mapping[str, str], fingerprint: str) -> Self:
         """Return the policy with those overrides alone that may match requests on an engine with these labels and this

@@ -21,6 +21,7 @@ from meridian_control.engine.shortening import Staged, matching, shortened
 from meridian_control.engine.token_rows import columns_of
 from meridian_control.policy.model import Who
 from tests.fakes.tables import in_stages
+from tests.sim import reasons
 from tests.sim.given import Given
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Invariants:
             for decision in getattr(directives, kind):
                 shadow = getattr(decision, "shadow", False)
                 self._new(session, decision.decision_id, Made(kind, names[decision.slot], shadow))
+                reasons.check(session, session.open_decisions[decision.decision_id])
         if directives.HasField("plan"):
             plan = directives.plan
             slots = {slot: names[slot] for slot in plan.slot}

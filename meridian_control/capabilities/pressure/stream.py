@@ -60,9 +60,10 @@ MOST_IDLE = 1 + MAX_LEVEL * (MAX_HOLD + 1) + FORGET
 
 @dataclass(frozen=True, slots=True)
 class PressureDetail(Detail):
-    """What the decision log shows of a pressure entry that has shortened a request: the request's stage, and the newest
-    change of the entry's level, None if the level has not changed."""
+    """What the decision log shows of a pressure entry that has shortened a request: the entry's name, the request's
+    stage, and the newest change of the entry's level, None if the level has not changed on this stream."""
 
+    name: str
     stage: int
     change: fleet_pb2.PressureChange | None
 
@@ -75,6 +76,7 @@ class PressureDetail(Detail):
 
     def fill(self, message: fleet_pb2.LoggedDecision) -> None:
         message.budget_stage = self.stage  # type: ignore[assignment]
+        message.pressure.name = self.name
         if self.change is not None:
             message.pressure.CopyFrom(self.change)
 
@@ -228,7 +230,7 @@ class EnginePressure(Part):
     def detail(self, by: Shortening) -> PressureDetail:
         """Return what the decision log shows of an entry: its stage, and the newest change of its level if the level
         has changed on this stream."""
-        return PressureDetail(by.stage, self.changes[by.name][0] if by.name in self.changes else None)
+        return PressureDetail(by.name, by.stage, self.changes[by.name][0] if by.name in self.changes else None)
 
     # ---------------------------------------------------------------------------------------------------- measuring
 

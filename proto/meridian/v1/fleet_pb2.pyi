@@ -2496,7 +2496,9 @@ class LoggedDecision(_message.Message):
 
     @_builtins.property
     def pressure(self) -> Global___PressureChange:
-        """The change of level by which pressure shortened the request, as `budget` does."""
+        """The pressure entry that shortened the request as a budget may, or that put an entropy rule in force for it, with the
+        newest change of the entry's level; the name alone if the level has not changed since the engine's stream began.
+        """
 
     def __init__(
         self,
@@ -2714,7 +2716,9 @@ class Comparison(_message.Message):
     operator: _builtins.str
     """Operator of the comparison: one of <, <=, >, >= and =, or `of` for a share of the limit."""
     limit_name: _builtins.str
-    """Name of the limit: a policy field or a field of the request."""
+    """Name of the limit: a policy field, such as scheduler.max_think_tokens or override[0].scheduler.max_think_tokens; the
+    request's `own` floor or cap; a budget or pressure entry and its stage; or the default cap, in the control group.
+    """
     limit: _builtins.float
     """Value of the limit."""
     def __init__(

@@ -168,6 +168,68 @@ def test_a_requests_own_cap_and_an_extension_are_named() -> None:
     assert "think_end hard_cap" in kinds(life(made, "own"))
 
 
+def test_a_limit_names_the_override_that_sets_it() -> None:
+    """Two overrides of different tenants may set the same values, and a later one wins."""
+    limits = {"max_think_tokens": 40, "answer_reserve_tokens": 7, "answer_reserve_for": "all"}
+    overrides = [
+        {"scheduler": limits},
+        *({"tenant": tenant, "scheduler": {"max_think_tokens": 30}} for tenant in ("acme", "b*", "acme*")),
+        {"engine_labels": {"zone": "x"}, "scheduler": {"max_think_tokens": 20}},
+    ]
+    made = stream(policy(override=overrides))
+    for name in ("acme", "bar", "", "acme-2"):
+        made.open(f"r-{name}", tenant=name)
+    made.step()
+    reserve = "override[0].scheduler.answer_reserve_tokens"
+    assert {d.request_id: [row.limit_name for row in d.comparisons] for d in decisions(made, kind="cap")} == {
+        "r-acme": ["override[3].scheduler.max_think_tokens", reserve],
+        "r-bar": ["override[2].scheduler.max_think_tokens", reserve],
+        "r-": ["override[0].scheduler.max_think_tokens", reserve],
+        "r-acme-2": ["override[3].scheduler.max_think_tokens", reserve],
+    }
+
+
+def test_a_rule_names_the_override_that_sets_its_thresholds_and_its_floor() -> None:
+    """A floor that is lowered to a lower cap is said where the cap is."""
+    entropy = {"rank_conditions": [{"max_ranks": [9]}], "eat_probe_interval_tokens": 10_000}
+    low = {"effort": "low", "scheduler": {"max_think_tokens": 20}}
+    other = {"effort": "other", "scheduler": {"min_think_tokens": 12}, "entropy": entropy}
+    made = stream(policy(entropy={"shadow": False}, override=[{"entropy": entropy}, low, other]))
+    made.agent.end_rank = 3
+    for effort in ("low", "other"):
+        made.open(effort, effort=effort)
+    each_token_ends_a_sentence(made)
+    made.step(25)
+    named = {d.request_id: [row.limit_name for row in d.comparisons] for d in decisions(made, reason="rank")}
+    rank = "entropy.rank_conditions[0].max_ranks[0]"
+    assert named == {
+        "low": ["override[1].scheduler.max_think_tokens", f"override[0].{rank}"],
+        "other": ["override[2].scheduler.min_think_tokens", f"override[2].{rank}"],
+    }
+
+
+def test_the_default_cap_of_the_control_group_is_named_as_such() -> None:
+    """The policy's own cap does not hold for the group, unless it is higher than the default."""
+    names: dict[tuple[int, str], Any] = {}
+    for cap in (100, 40_000):
+        limits = {"max_think_tokens": cap, "answer_reserve_tokens": 0, "min_think_tokens": 0}
+        made = stream(policy(scheduler=limits, entropy={"holdout_share": 0.5, "shadow": False}))
+        made.open("r1")
+        made.open("r3", own_cap=90)
+        made.open("r2")
+        made.step()
+        names |= {(cap, d.request_id): compared(d)["max_think_tokens"] for d in decisions(made, kind="cap")}
+    default, field = "default cap, in the control group", "scheduler.max_think_tokens"
+    assert names == {
+        (100, "r1"): (32768, "=", default, 32768),
+        (100, "r2"): (100, "=", field, 100),
+        (100, "r3"): (90, "=", "own max_think_tokens", 90),
+        (40_000, "r1"): (40_000, "=", field, 40_000),
+        (40_000, "r2"): (40_000, "=", field, 40_000),
+        (40_000, "r3"): (90, "=", "own max_think_tokens", 90),
+    }
+
+
 def test_an_abort_says_who_may_have_made_it() -> None:
     made = stream(policy(scheduler=EARLY))
     for name in "ab":

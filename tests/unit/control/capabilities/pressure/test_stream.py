@@ -6,12 +6,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core import tracker
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.capabilities.pressure.stream import EnginePressure
+from meridian_control.common.decision_words import why
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
@@ -153,6 +154,16 @@ def test_an_end_that_pressure_allows_names_it_beside_a_stricter_budget() -> None
     play(made, opens("ours", 10_000, tenant="chat"), 60, {"acme": LOWER_CAP}, 2, slow(1.2), at(2))
     (end,) = [e.decision for e in made.life("ours").events if e.decision.kind == "force" and not e.decision.shadow]
     assert (end.reason, end.budget, end.pressure.name, end.budget_stage) == ("eat", "", "chat", SOFT_CLOSE)
+
+
+def test_an_end_names_the_pressure_that_allows_it_although_its_level_is_of_an_earlier_stream() -> None:
+    made = answering(converging())
+    made.session.part(EnginePressure).set_levels({"chat": 2})
+    made.open("ours", 10_000, tenant="chat")
+    made.step(60)
+    (end,) = [e.decision for e in made.life("ours").events if e.decision.kind == "force"]
+    assert (end.reason, end.shadow, end.pressure) == ("eat", False, fleet_pb2.PressureChange(name="chat"))
+    assert "in force by pressure chat in stage soft_close" in why(end, True)
 
 
 @pytest.mark.parametrize("shadow", [False, True])
