@@ -92,7 +92,8 @@ class Outcome(IntEnum):
     SHADOWED = agent_pb2.OUTCOME_SHADOWED
     # A newer decision about the same thing has taken the decision's place, or another end of thinking came before it.
     SUPERSEDED = agent_pb2.OUTCOME_SUPERSEDED
-    # The model ended its thinking, or the whole request, before the decision was to act.
+    # Thinking, or the whole request, ended before the decision was to act: by the model, or, if the decision arrived
+    # later than that, by anything else.
     ENDED_NATURALLY = agent_pb2.OUTCOME_ENDED_NATURALLY
     # The request was aborted or had ended, or its slot belongs to a later request by now.
     REQUEST_GONE = agent_pb2.OUTCOME_REQUEST_GONE

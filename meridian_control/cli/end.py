@@ -22,7 +22,9 @@ from meridian_control.cli.console import (
     say,
     show_value,
 )
+from meridian_control.common.decision_words import outcome_text
 from meridian_control.common.enum_names import outcome_name
+from meridian_control.common.look import counted
 from meridian_control.common.plain_data import plain
 
 State = fleet_pb2.EndThinkingState
@@ -79,17 +81,18 @@ def end(
 def _told(who: str, answer: fleet_pb2.EndThinkingResponse) -> str:
     decided = f"decision {answer.decision_id} ({answer.reason}) of session {answer.session_id}"
     if answer.state == State.END_THINKING_STATE_ANSWERING:
-        by = f"; {decided} ended its thinking: {_outcome(answer)}" if answer.decision_id else ""
-        return f"{who} is already answering{by}"
+        # The newest decision may have come too late, or ended earlier thinking of the same answer.
+        did = "ended its thinking" if answer.outcome == agent_pb2.OUTCOME_APPLIED else "was made"
+        return f"{who} is already answering" + f"; {decided} {did}: {_outcome(answer)}" * bool(answer.decision_id)
     already = "is already being ended" if answer.state == State.END_THINKING_STATE_ALREADY_ENDING else "is being ended"
     return f"{who} {already} by {decided}: {_outcome(answer)}"
 
 
 def _outcome(answer: fleet_pb2.EndThinkingResponse) -> str:
     if not answer.outcome:
-        return f"no outcome yet, {answer.think_tokens} thinking tokens so far"
+        return f"no outcome yet, {counted(answer.think_tokens, 'thinking token')} so far"
     detail = f" ({answer.detail})" if answer.detail else ""
-    return f"{outcome_name(answer.outcome)} at {answer.think_tokens} thinking tokens{detail}"
+    return f"{outcome_text('force', answer.outcome)} at {counted(answer.think_tokens, 'thinking token')}{detail}"
 
 
 def _check_outcome(answer: fleet_pb2.EndThinkingResponse, wait_s: float) -> None:

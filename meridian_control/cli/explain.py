@@ -45,7 +45,15 @@ from meridian_control.cli.tables import (
     self_calibration_lines,
     self_calibration_table,
 )
-from meridian_control.common.decision_words import KINDS, decision_text, event_text, life_state, outcome_text, why
+from meridian_control.common.decision_words import (
+    KINDS,
+    decision_text,
+    event_text,
+    life_state,
+    outcome_text,
+    spelled,
+    why,
+)
 from meridian_control.common.look import percent, phase_text
 from meridian_control.common.plain_data import plain
 
@@ -231,7 +239,7 @@ def _heading(answer: fleet_pb2.ExplainRequestResponse) -> Iterator[str]:
     yield f"opened {stamp_text(life.open_time)}{late}; {limits}"
     counts, state = f"{life.think_tokens} thinking and {life.output_tokens} answer tokens", life_state(answer)
     if state == "finished":
-        ends = [event.detail for event in life.events if event.kind == "closed"]
+        ends = [spelled(event.detail) for event in life.events if event.kind == "closed"]
         yield f"closed after {_seconds(life.close_time, life):.3f} s ({', '.join(ends)}): {counts}"
     elif answer.HasField("live"):
         live = answer.live

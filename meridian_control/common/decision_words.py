@@ -44,6 +44,9 @@ DECISIONS = {
     ("cap", "hard_cap"): "cap set",
     ("cap", "lifted"): "cap lifted",
     ("cap", "pressure"): "cap lowered under pressure",
+    ("preempt", "no_kv_blocks"): "may preempt thinking if it lacks KV blocks",
+    ("preempt", "no_place"): "may preempt thinking, as no place is free",
+    ("preempt", "taken_back"): "preemption taken back",
     ("hand_over", "kv_pressure"): "handover, as the KV cache is nearly full",
     ("hand_over", "preempted_answers"): "handover, as answers are preempted",
     ("hand_over", "step_gain"): "handover, as steps are shorter there",
@@ -56,15 +59,15 @@ DECISIONS = {
 }
 # The kinds and the reasons of logged decisions that this version knows.
 KINDS = ("cap", "force", "hand_over", "preempt", "probe", "tier")
-DECISION_REASONS = {*(reason for _, reason in DECISIONS), *REASONS.values(), "no_place", "no_kv_blocks"}
+DECISION_REASONS = {*(reason for _, reason in DECISIONS), *REASONS.values()}
 DECISION_REASONS -= {"unspecified", "extension"}
 OUTCOMES = {
     "agent_off": "agent off or frozen, or stream lost",
-    "ended_naturally": "the model ended it first",
+    "ended_naturally": "thinking ended first",
     "refused": "refused by the engine",
     "request_gone": "request finished first",
     "shadowed": "in shadow",
-    "superseded": "replaced by a newer one",
+    "superseded": "another decision took its place",
     "unspecified": "open",
 }
 # Where an outcome means something else for decisions of one kind.

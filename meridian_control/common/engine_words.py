@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.enum_names import state_name
+from meridian_control.common.look import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -129,7 +130,3 @@ def names_text(names: Iterable[str]) -> str:
     different = list(dict.fromkeys(names))
     more = [f"and {len(different) - MAX_NAMED:,} more"] if len(different) > MAX_NAMED else []
     return ", ".join((*different[:MAX_NAMED], *more))
-
-
-def counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s'[: count != 1]}"

@@ -27,6 +27,11 @@ def time_text(time: datetime) -> str:
     return time.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def counted(count: int, what: str) -> str:
+    """Return a number with what it counts, such as `1 engine` or `1,024 tokens`. what: the word for one of them."""
+    return f"{count:,} {what}{'s'[: count != 1]}"
+
+
 def percent(share: float, digits: int = 1) -> str:
     """Return a share as percentage, such as `66.7 %`."""
     return f"{100 * share:.{digits}f} %"

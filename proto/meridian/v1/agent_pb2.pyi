@@ -315,9 +315,11 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_SHADOWED: _Outcome.ValueType  # 2
     """The agent would have carried out the decision, but the decision was marked as shadow."""
     OUTCOME_SUPERSEDED: _Outcome.ValueType  # 3
-    """A newer decision of the same kind replaced the decision first."""
+    """A newer decision of the same kind replaced the decision, or another end of thinking came first."""
     OUTCOME_ENDED_NATURALLY: _Outcome.ValueType  # 4
-    """The model ended thinking by itself first; or, for Preempt, the waiting request joined without a preemption."""
+    """Thinking had ended first: the model ended it, or a cap or another decision did before this one arrived. For Preempt,
+    the waiting request joined without a preemption.
+    """
     OUTCOME_REQUEST_GONE: _Outcome.ValueType  # 5
     """The request finished or was aborted first."""
     OUTCOME_REFUSED: _Outcome.ValueType  # 6
@@ -335,9 +337,11 @@ OUTCOME_APPLIED: Outcome.ValueType  # 1
 OUTCOME_SHADOWED: Outcome.ValueType  # 2
 """The agent would have carried out the decision, but the decision was marked as shadow."""
 OUTCOME_SUPERSEDED: Outcome.ValueType  # 3
-"""A newer decision of the same kind replaced the decision first."""
+"""A newer decision of the same kind replaced the decision, or another end of thinking came first."""
 OUTCOME_ENDED_NATURALLY: Outcome.ValueType  # 4
-"""The model ended thinking by itself first; or, for Preempt, the waiting request joined without a preemption."""
+"""Thinking had ended first: the model ended it, or a cap or another decision did before this one arrived. For Preempt,
+the waiting request joined without a preemption.
+"""
 OUTCOME_REQUEST_GONE: Outcome.ValueType  # 5
 """The request finished or was aborted first."""
 OUTCOME_REFUSED: Outcome.ValueType  # 6

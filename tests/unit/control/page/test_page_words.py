@@ -86,7 +86,7 @@ def test_every_reason_and_outcome_of_the_protocol_has_words() -> None:
     named = set(REASONS.values()) - {"unspecified", "extension"}
     assert named <= ENDS.keys()
     texts = {outcome_text("cap", number) for number in OUTCOMES}
-    assert texts >= {"applied", "open", "in shadow", "refused by the engine", "the model ended it first"}
+    assert texts >= {"applied", "open", "in shadow", "refused by the engine", "thinking ended first"}
     assert "_" not in "".join(texts)
 
 
