@@ -38,6 +38,8 @@ from meridian_control.cli.console import (
     stamp_text,
 )
 from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, print_changes, print_warnings
+from meridian_control.common.decision_words import apart
+from meridian_control.common.look import counted
 from meridian_control.common.plain_data import plain
 from meridian_control.policy import formats as forms
 from meridian_control.rollout.plan import Plan
@@ -204,12 +206,13 @@ def _facts(rollout: rollout_pb2.Rollout) -> Table:
     back = f", taken back as {rollout.rollback_revision}" if rollout.rollback_revision else ""
     add(shown, "state", _word(rollout))
     add(shown, "revisions", f"{rollout.stable_revision} → {rollout.candidate_revision}{back}")
-    add(shown, "engines", f"{rollout.candidate_engines} with the candidate, {rollout.other_engines} others")
+    add(shown, "engines", f"{rollout.candidate_engines} with the candidate, {counted(rollout.other_engines, 'other')}")
     if rollout.waiting_for:
         add(shown, "waits for", rollout.waiting_for)
     if rollout.HasField("violation"):
         v = rollout.violation
-        add(shown, "violation", f"{v.guardrail} {v.value:.4g}, limit {v.limit:.4g}")
+        value, limit = apart(v.value, v.limit, 4)
+        add(shown, "violation", f"{v.guardrail} {value}, limit {limit}")
     add(shown, "etag", rollout.etag)
     return shown
 
@@ -228,9 +231,10 @@ def _steps(rollout: rollout_pb2.Rollout) -> Table:
 def _readings(rollout: rollout_pb2.Rollout) -> Table:
     shown = new_table("guardrail", "value", "limit", "observed", "others", "")
     for r in rollout.guardrails:
-        value = f"{r.value:.4g}" if r.HasField("value") else ""
+        value, limit = apart(r.value, r.limit, 4)
+        value = value if r.HasField("value") else ""
         verdict = "violated" if r.violated else "waiting" if r.waiting else "" if value else "not measured"
-        add(shown, r.guardrail, value, f"{r.limit:.4g}", r.observations, r.stable_observations or "", verdict)
+        add(shown, r.guardrail, value, limit, r.observations, r.stable_observations or "", verdict)
     return shown
 
 

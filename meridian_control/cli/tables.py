@@ -12,7 +12,7 @@ from meridian_control.capabilities.budgets.shown import row as budget_row
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL, Reading, worst
 from meridian_control.capabilities.self_calibration.shown import proof_text, requests_text
 from meridian_control.cli.console import add, new_table, stamp_text
-from meridian_control.common.decision_words import last_text
+from meridian_control.common.decision_words import apart, last_text
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
 from meridian_control.common.engine_words import condition, names_text
 from meridian_control.common.enum_names import entropy_backend_name, tier_name
@@ -126,7 +126,7 @@ def pressure_table(rows: Iterable[fleet_pb2.Engine]) -> Table:
             reading = worst([Reading(r.target, r.measured, r.limit, r.samples) for r in row.readings])
             value = ("", "", "", "")
             if reading is not None:
-                value = reading.target, f"{reading.measured:.4g}", f"{reading.limit:.4g}", str(reading.samples)
+                value = reading.target, *apart(reading.measured, reading.limit, 4), str(reading.samples)
             newest = row.changes[0] if row.changes else None
             changed = f"{newest.level_before} to {newest.level}, {stamp_text(newest.time)}" if newest else ""
             add(shown, e.engine_id, row.name, level, *value, changed)

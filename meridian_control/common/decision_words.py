@@ -102,6 +102,8 @@ SIGNALS = {
     "waiting_blocks": "blocks that preempted answers wait for",
 }
 OPERATORS = {">=": "≥", "<=": "≤"}
+# With so many digits every number looks different from all others.
+MAX_DIGITS = 17
 INDEXED = re.compile(r"(\w+)\[(\d+)\]")
 
 
@@ -137,9 +139,10 @@ def comparison_texts(decision: fleet_pb2.LoggedDecision, in_full: bool = False) 
     """Yield each value that a rule compared, with its limit unless both are the same. in_full: add the limit's name in
     the policy."""
     for row in decision.comparisons:
-        text = f"{_signal(row.signal)} {short(row.value)}"
+        value, limit = apart(row.value, row.limit)
+        text = f"{_signal(row.signal)} {value}"
         if row.operator != "=" or row.value != row.limit:
-            text += f" {OPERATORS.get(row.operator, row.operator)} {short(row.limit)}"
+            text += f" {OPERATORS.get(row.operator, row.operator)} {limit}"
         yield f"{text} ({row.limit_name})" if in_full else text
 
 
@@ -150,11 +153,24 @@ def _signal(name: str) -> str:
     return f"{signal}, {index} sentence end{'s'[: index > 1]} earlier" if index else signal
 
 
-def short(value: float) -> str:
-    """Return a number with three digits, and a whole number in full."""
+def short(value: float, digits: int = 3) -> str:
+    """Return a number with three digits, or with so many, and a whole number in full."""
     if not math.isfinite(value):
         return "not measured"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    if value == int(value):
+        return f"{value:,.0f}"
+    text = f"{value:,.{max(0, digits - 4)}f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if "e+" in text else text
+
+
+def apart(value: float, limit: float, digits: int = 3) -> tuple[str, str]:
+    """Return a number and its limit with three digits, or with so many, but with more if they would look equal although
+    they differ."""
+    texts = short(value, digits), short(limit, digits)
+    differ = math.isfinite(value) and math.isfinite(limit) and value != limit
+    if differ and digits < MAX_DIGITS and len({float(text.replace(",", "")) for text in texts}) == 1:
+        return apart(value, limit, digits + 1)
+    return texts
 
 
 def why(decision: fleet_pb2.LoggedDecision, in_full: bool = False) -> list[str]:

@@ -8,7 +8,9 @@ from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any
 
+from meridian_control.common.decision_words import apart
 from meridian_control.common.errors import RolloutEnded
+from meridian_control.common.look import counted
 from meridian_control.rollout.guardrails import judge
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import (
@@ -82,7 +84,7 @@ def tick(rollout: Rollout, sample: Sample, elapsed_s: float, now: datetime) -> R
     )
     if violated := [reading for reading in readings if reading.violated]:
         first, state = violated[0], State.HALTED if rollout.plan.on_violation == "halt" else State.ROLLED_BACK
-        reason = f"{first.guardrail} is {first.value or 0.0:.4g}, limit {first.limit:.4g}"
+        reason = "; ".join(map(_violated, violated))
         return _with(_updated(rollout, state=state, violation=first, waiting_for=""), By(now), state.word, reason)
     if not running or rollout.waiting_for or rollout.baked_s < rollout.plan.step[rollout.step - 1].bake_s:
         return rollout
@@ -165,23 +167,28 @@ def _selects_nobody(rollout: Rollout, number: int) -> bool:
     return rollout.plan.step[number - 1].percent == 0 and number < len(rollout.plan.step)
 
 
+def _violated(reading: GuardrailReading) -> str:
+    value, limit = apart(reading.value or 0.0, reading.limit, 4)
+    return f"{reading.guardrail} is {value}, limit {limit}"
+
+
 def _waiting_for(rollout: Rollout, sample: Sample, readings: tuple[GuardrailReading, ...]) -> str:
     if not sample.candidate_engines + sample.other_engines:
         return "an engine to connect"
     for engines, what in (
         (sample.pending, "apply the candidate"),
-        (sample.missing or ("any" if sample.returning else 0), "connect again"),
+        (sample.missing or (None if sample.returning else 0), "connect again"),
         (sample.frozen, "thaw"),
     ):
-        if engines:
-            return f"{engines} engines to {what}"
+        if engines != 0:
+            who = "any engines" if engines is None else counted(engines, "engine")
+            return f"{who} to {what}"
     if not sample.candidate_engines and not _selects_nobody(rollout, rollout.step):
         # Nothing is measured on a candidate, so no guardrail can be violated.
         if sample.nacks or sample.degraded:
-            return (
-                f"an engine with the candidate: {sample.nacks} of its engines refuse it, and {sample.degraded} have no "
-                "stream or an agent that is off"
-            )
+            off = (sample.nacks, "refused it"), (sample.degraded, "lost the stream or went off")
+            why = " and ".join(f"{counted(number, 'engine')} {what}" for number, what in off if number)
+            return f"an engine with the candidate: {why}"
         step = rollout.plan.step[rollout.step - 1]
         return (
             f"an engine with the candidate: step {rollout.step} selects none of the {sample.other_engines} connected "

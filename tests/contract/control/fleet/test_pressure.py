@@ -15,6 +15,7 @@ from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.capabilities.pressure.fleet import FleetPressure
 from meridian_control.capabilities.pressure.rule import Controller
 from meridian_control.capabilities.pressure.stream import EnginePressure
+from meridian_control.common.decision_words import short
 from meridian_control.fleet.fleet import Fleet
 from tests.contract.control.fleet.test_record import Recorder, check_replay
 from tests.contract.ctl import ctl
@@ -160,7 +161,7 @@ async def test_requests_that_wait_in_the_queue_shorten_thinking(control: Control
         assert (reading.target, reading.samples) == ("queueing_p99_ms", 12)
         assert 900 <= reading.measured <= 1.1 * 1100, "they wait for the whole window"
         row = (await ctl(control, "pressure")).stdout.splitlines()[1].split()
-        assert row[:7] == ["queued", "queue", "2/6", "queueing_p99_ms", f"{reading.measured:.4g}", "300", "12"]
+        assert row[:7] == ["queued", "queue", "2/6", "queueing_p99_ms", short(reading.measured, 4), "300", "12"]
         assert not (await control.fleet.totals()).queueing.counts.any()
         for live in engine.engine.live.values():
             engine.engine.join(live, now_s=2.5)

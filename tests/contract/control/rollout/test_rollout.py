@@ -114,7 +114,7 @@ async def test_an_engine_that_is_lost_is_waited_for_until_the_lease_is_over(cont
         await control.ticks(1)
         await a.lose()
         found = await control.ticks(6)
-        assert (found.step, found.waiting_for) == (1, "1 engines to connect again")
+        assert (found.step, found.waiting_for) == (1, "1 engine to connect again")
         found = await control.ticks(6)
         # No guardrail keeps the rollout from going on, but nobody has tried the candidate.
         assert (found.step, found.waiting_for.partition(":")[0]) == (1, "an engine with the candidate")

@@ -125,7 +125,7 @@ async def test_a_frozen_engine_tries_no_candidate(control: Control) -> None:
         await thinks(control, a, 0.02, 3)
         await control.ticks(4)
         frozen = control.newest
-        assert (frozen.step, frozen.waiting_for, frozen.baked_s) == (1, "1 engines to thaw", baked_s)
+        assert (frozen.step, frozen.waiting_for, frozen.baked_s) == (1, "1 engine to thaw", baked_s)
         assert [reading.observations for reading in frozen.guardrails if reading.limit == 0.1] == [0]
         await control.clients.freeze.Thaw(freeze_pb2.ThawRequest(freeze_id=begun.freeze_id))
         await until(lambda: not engines_of(control.fleet)[0].HasField("freeze"))
@@ -159,7 +159,7 @@ async def test_an_engine_that_dies_with_its_replica_takes_the_candidate_back(
             live.clear()
             # The candidate's lease is 6 s.
             await one.ticks(6)
-            assert one.newest.waiting_for == "1 engines to connect again"
+            assert one.newest.waiting_for == "1 engine to connect again"
             found = await one.ticks(2)
             assert (found.state, found.violation.guardrail) == (ROLLED_BACK, "degraded_engines")
         await peers.close()
@@ -183,7 +183,7 @@ async def test_an_engine_that_does_not_come_back_after_a_restart_takes_the_candi
         await control.start()
         await b.has(2)
         await control.ticks(6)
-        assert control.newest.waiting_for == "1 engines to connect again"
+        assert control.newest.waiting_for == "1 engine to connect again"
         found = await control.ticks(2)
         assert (found.state, found.violation.guardrail) == (ROLLED_BACK, "degraded_engines")
 
@@ -256,4 +256,4 @@ async def test_a_clock_that_is_set_forward_ends_no_lease(control: Control) -> No
         await control.ticks(1)
         control.now += timedelta(minutes=1)
         found = await control.ticks(1)
-        assert (found.state, found.waiting_for) == (RUNNING, "1 engines to connect again")
+        assert (found.state, found.waiting_for) == (RUNNING, "1 engine to connect again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from meridian_control.capabilities.preemption import rule as preemption
 from meridian_control.common.decision_words import (
     DECISION_REASONS,
     ENDS,
+    apart,
+    comparison_texts,
     decision_text,
     outcome_text,
     short,
@@ -121,9 +124,37 @@ def test_what_a_rule_compared_is_said_with_the_names_of_its_signals() -> None:
     assert (why(operator), end_row(operator)["level"]) == (["stuck"], "bad")
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.0089412, "0.00894"), (12, "12"), (1234.6, "1,235"), (0.5, "0.5")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0089412, "0.00894"),
+        (12, "12"),
+        (1234.6, "1,235"),
+        (0.5, "0.5"),
+        (999.96, "1,000"),
+        (math.nan, "not measured"),
+    ],
+)
 def test_numbers_are_short(value: float, text: str) -> None:
     assert short(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "texts"),
+    [
+        (0.09996, 0.1, ("0.09996", "0.1")),
+        (1000.04, 1000, ("1,000.04", "1,000")),
+        (12345.6, 1e4, ("12,346", "10,000")),
+        (0.1 + 0.2, 0.3, ("0.30000000000000004", "0.29999999999999999")),
+        (2, 2, ("2", "2")),
+        (0.1234, 0.5678, ("0.123", "0.568")),
+        (math.nan, 0.1, ("not measured", "0.1")),
+    ],
+)
+def test_a_value_beside_its_limit_never_looks_equal_to_it(value: float, limit: float, texts: tuple[str, str]) -> None:
+    assert apart(value, limit) == texts
+    row = fleet_pb2.Comparison(signal="rpdi", value=value, operator="<", limit_name="x", limit=limit)
+    assert list(comparison_texts(fleet_pb2.LoggedDecision(comparisons=[row]))) == [f"RPDI {texts[0]} < {texts[1]}"]
 
 
 def test_counts_come_by_size() -> None:

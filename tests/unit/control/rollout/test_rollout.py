@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,7 @@ def test_steps_follow_each_other_when_they_have_baked() -> None:
     [
         (Sample(), "an engine to connect"),
         (seen(pending=2), "2 engines to apply the candidate"),
-        (seen(missing=1), "1 engines to connect again"),
+        (seen(missing=1), "1 engine to connect again"),
         (
             seen(candidate_engines=0),
             "an engine with the candidate: step 1 selects none of the 1 connected engines (50 % of the engines, by a "
@@ -231,7 +232,7 @@ def test_steps_follow_each_other_when_they_have_baked() -> None:
         ),
         (
             seen(candidate_engines=0, degraded=2),
-            "an engine with the candidate: 0 of its engines refuse it, and 2 have no stream or an agent that is off",
+            "an engine with the candidate: 2 engines lost the stream or went off",
         ),
         (itl((0.02, 9)), "observations for output_itl_p99_ratio"),
         (itl((0.02, 100), (0.02, 9)), "observations for output_itl_p99_ratio"),
@@ -436,7 +437,17 @@ def test_every_guardrail(name: str, limit: float, bad: Sample, good: Sample, on_
     assert tripped.violation.value > limit
     event = tripped.events[-1]
     assert event.event == ("halted" if on_violation == "halt" else "rolled_back")
-    assert event.reason == f"{name} is {tripped.violation.value:.4g}, limit {limit:.4g}"
+    said = re.fullmatch(rf"{name} is ([\d.,]+), limit ([\d.,]+)", event.reason)
+    assert said is not None
+    value, allowed = (float(number.replace(",", "")) for number in said.groups())
+    assert value == pytest.approx(tripped.violation.value, rel=1e-3)
+    assert value > allowed == limit, "they look different, too"
+
+
+def test_the_reason_names_each_guardrail_that_is_violated() -> None:
+    rollout = started(guardrails={"nacks": 0, "degraded_engines": 1, "output_itl_p99_ms": 10_000})
+    tripped = tick(rollout, seen(nacks=1, degraded=2), 1.0, NOW)
+    assert tripped.events[-1].reason == "nacks is 1, limit 0; degraded_engines is 2, limit 1"
 
 
 @pytest.mark.parametrize(("name", "limit", "bad", "good"), VIOLATIONS[:-2])
