@@ -36,6 +36,9 @@ ROOM = 64
 # Number of kinds of requests whose overridden policies are remembered.
 KINDS = 1024
 
+# What changes values for requests that are held out, in an explanation of the policy.
+CONTROL_GROUP = "control_group"
+
 Among: TypeAlias = "NDArray[np.bool_] | None"
 
 
@@ -221,6 +224,28 @@ class EffectivePolicies:
         """Return the entry that sets the cap of the request in a slot, None if none does."""
         by = self.held(slot).by
         return by.cap if by is not None else None
+
+    def changed(self, slot: int) -> dict[str, tuple[object, str]]:
+        """Return the values that hold for the request in a slot in place of those of its policy with the overrides, by
+        dotted path, each with what changes it: the control group, or an entry."""
+        held, opened = self.held(slot), self._table.info[slot]
+        own, policy, by = held.own, held.policy, held.by
+        cap, soft, shadow = "scheduler.max_think_tokens", "scheduler.soft_think_tokens", "entropy.shadow"
+        if held.is_held_out:
+            values = {cap: held.capping.scheduler.max_think_tokens, soft: 0, shadow: True, "loop.shadow": True}
+            entries = ((shortener.section, len(shortener.entries)) for shortener in self._active)
+            values |= {f"{section}[{index}].shadow": True for section, count in entries for index in range(count)}
+            return {path: (value, CONTROL_GROUP) for path, value in values.items()}
+        if by is None or opened is None:
+            return {}
+        # The request's own floor lifts the cap that an entry lowers.
+        limit = min(own.scheduler.max_think_tokens, max(policy.scheduler.max_think_tokens, opened.min_think_tokens))
+        changes = (
+            (cap, limit, by.cap),
+            (soft, policy.scheduler.soft_think_tokens, by.soft),
+            (shadow, policy.entropy.shadow, by.rules),
+        )
+        return {path: (value, f"{entry.section} {entry.name}") for path, value, entry in changes}
 
     def behind(self, slot: int, reason: str) -> Behind:
         """Return the policy that holds for the request in a slot, and the entry that has changed what a decision with

@@ -183,6 +183,11 @@ class Session:
         """Return the cap, in thinking tokens, that the agent enforces for a live request; 0 for none."""
         return max(0, self.table.cap_in_force(slot)) if self._governed and self._stream.ends_thinking else 0
 
+    def changed_values(self, slot: int) -> dict[str, tuple[object, str]]:
+        """Return the values of the policy that hold for a live request because something else than the policy changes
+        them, by dotted path, each with what does; empty while no decision is made."""
+        return self._policies.changed(slot) if self._governed and self.policy is not None else {}
+
     def rank_in_force(self, slot: int) -> int:
         """Return the rank by which the engine orders a live request; 0 for all in vLLM's own order."""
         policy = self.policy if self._governed else None

@@ -106,10 +106,11 @@ class Views:
             who = Who(hello.model, engine_labels=dict(hello.labels), fingerprint=hello.model_fingerprint)
             return Subject(who, hello.model, revision=sessions[0].acked_revision)
         for session in sessions:
-            for _, opened in session.table.requests():
+            for slot, opened in session.table.requests():
                 if is_called(opened.request_id, request_id):
                     own = opened.min_think_tokens or None, opened.max_think_tokens
-                    return Subject(session.who(opened), session.hello.model, *own, session.acked_revision)
+                    facts = session.who(opened), session.hello.model, *own, session.acked_revision
+                    return Subject(*facts, session.changed_values(slot))
         where = f'engine "{engine_id}"' if engine_id else "any engine"
         raise NotFound(f'no live request "{request_id}" on {where}')
 

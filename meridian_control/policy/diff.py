@@ -6,7 +6,7 @@ engines or storage. The module's functions are pure and may run on any thread.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meridian.v1 import policy_pb2
@@ -25,7 +25,8 @@ class Subject:
     """The engine or request that a policy is explained for.
 
     A subject has the facts that overrides match on, the engine's model, a request's own limits, and the revision in
-    force on the engine, 0 before the engine has applied one.
+    force on the engine, 0 before the engine has applied one. changed: the values under that revision that the control
+    group or an entry changes for the request, by dotted path, each with the name of what changes it.
     """
 
     who: Who
@@ -33,6 +34,7 @@ class Subject:
     own_floor_tokens: int | None = None
     own_cap_tokens: int | None = None
     revision: int = 0
+    changed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
 
 
 def diff(before: Policy, after: Policy) -> list[policy_pb2.PolicyChange]:
@@ -45,8 +47,8 @@ def diff(before: Policy, after: Policy) -> list[policy_pb2.PolicyChange]:
 
 
 def explain(policy: Policy, subject: Subject) -> list[policy_pb2.ExplainedValue]:
-    """Return every field's value for one engine or request, as `Policy.of` and the request's own limits give it, with
-    the fields of the budgets and pressure entries that match the request."""
+    """Return every field's value for one engine or request, as `Policy.of`, what changes it for the request and the
+    request's own limits give it, with the fields of the budgets and pressure entries that match the request."""
     holds = policy.of(subject.who)
     model = policy.model.get(subject.served_model)
     values = _sections(holds) | dict(_model_values(subject.served_model, model or ModelPolicy()))
@@ -61,14 +63,17 @@ def explain(policy: Policy, subject: Subject) -> list[policy_pb2.ExplainedValue]
     if values[FLOOR] != plain[FLOOR]:
         # The floor was above the cap and was lowered to the cap, so its value has the cap's source.
         origins[FLOOR] = origins[CAP]
-    if subject.own_cap_tokens is not None and subject.own_cap_tokens < values[CAP]:
-        values[CAP], origins[CAP] = subject.own_cap_tokens, REQUEST
-    if subject.own_floor_tokens is not None and subject.own_floor_tokens > values[FLOOR]:
-        values[FLOOR], origins[FLOOR] = subject.own_floor_tokens, REQUEST
     for kind, index, entry in _shorteners(policy):
         if matches_globs(entry, subject.who):
             entry_values = _shortener_values(kind, index, entry)
             values, origins = values | entry_values, origins | dict.fromkeys(entry_values, POLICY)
+    for path, (value, origin) in subject.changed.items():
+        if path in values and values[path] != value:
+            values[path], origins[path] = value, origin
+    if subject.own_cap_tokens is not None and subject.own_cap_tokens < values[CAP]:
+        values[CAP], origins[CAP] = subject.own_cap_tokens, REQUEST
+    if subject.own_floor_tokens is not None and subject.own_floor_tokens > values[FLOOR]:
+        values[FLOOR], origins[FLOOR] = subject.own_floor_tokens, REQUEST
     return [
         policy_pb2.ExplainedValue(path=path, value=spelled(value), origin=origins[path])
         for path, value in values.items()

@@ -7,6 +7,7 @@ All methods run on the gRPC server's event loop.
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeAlias
 
@@ -169,7 +170,10 @@ def _subject(request: policy_pb2.ExplainPolicyRequest, live: Subject | None) -> 
         who = who._replace(engine_labels=dict(request.engine_labels))
     if live is None:
         return Subject(who, who.model)
-    return Subject(who, live.served_model, live.own_floor_tokens, live.own_cap_tokens)
+    # What is explained may be another request, or another revision than the one in force.
+    is_in_force = who == live.who and request.revision in (0, live.revision)
+    changed = live.changed if is_in_force else {}
+    return replace(live, who=who, changed=changed)
 
 
 def _to_message(stored: StoredRevision) -> policy_pb2.PolicyRevision:

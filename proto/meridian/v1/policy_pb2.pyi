@@ -2416,8 +2416,9 @@ class ExplainedValue(_message.Message):
     value: _builtins.str
     """Value of the field, spelled as in TOML."""
     origin: _builtins.str
-    """Source of the value: default, policy, an override such as override[0], or request for the request's own floor or
-    cap.
+    """Source of the value: default, policy, an override such as override[0], request for the request's own floor or cap;
+    and for a request under the revision in force, control_group, or a budget or pressure entry such as `budget acme`
+    that shortens it now.
     """
     def __init__(
         self,

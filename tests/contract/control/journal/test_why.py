@@ -20,6 +20,9 @@ import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_control.capabilities.budgets.stream import EngineBudgets
+from meridian_control.common.slices import at_once
+from meridian_control.engine.shortening import LOWER_CAP
 from meridian_control.journal import jsonl_file as files
 from meridian_control.journal.log import DecisionLog
 from meridian_control.policy import formats as forms
@@ -163,6 +166,40 @@ async def test_shadow_is_held_against_what_came(control: Control) -> None:
     assert "first rule to fire" in text
     assert "16.7 %" in text
     assert "when it connects to another replica" in text
+
+
+async def test_policy_explain_shows_what_holds_for_a_live_request(control: Control) -> None:
+    """Nothing shortens the control group, and a budget may shorten others below what the policy says."""
+    budget = {"name": "acme", "tenant": "acme", "tokens_per_day": 1, "max_think_tokens": 40, "shadow": False}
+    entropy = {"holdout_share": 0.5, "shadow": False}
+    await control.set_policy(policy(scheduler=EARLY | {"max_think_tokens": 90}, entropy=entropy, budget=[budget]))
+
+    async def explained(name: str, *arguments: object) -> dict[str, tuple[object, str]]:
+        listed = json.loads(
+            (await ctl(control, "policy", "explain", "--request", name, *arguments, "-o", "json")).stdout
+        )
+        return {row["path"]: (row["value"], row["origin"]) for row in listed}
+
+    with LinkedEngine([control.target]) as linked:
+        await ready(control)
+        for name, tenant, own_cap in (("r1", "acme", None), ("r2", "acme", None), ("r4", "", None), ("r3", "", 50)):
+            linked.open(name, tenant=tenant, own_cap=own_cap)
+        (session,) = control.fleet.counted_sessions()
+        await linked.steps_until(lambda: len(linked.caps()) == 4)
+        at_once(session.part(EngineBudgets).set_stages({"acme": LOWER_CAP}))
+        held, shortened, plain, own = [await explained(name) for name in ("r1", "r2", "r4", "r3")]
+        other = await explained("r1", "--tenant", "b")
+    cap = "scheduler.max_think_tokens"
+    assert [each[cap] for each in (held, shortened, plain, own, other)] == [
+        ("32768", "control_group"),
+        ("40", "budget acme"),
+        ("90", "policy"),
+        ("50", "request"),
+        ("90", "policy"),
+    ]
+    assert held["entropy.shadow"] == held["budget[0].shadow"] == ("true", "control_group")
+    assert (shortened["entropy.shadow"], shortened["budget[0].shadow"]) == (("false", "policy"), ("false", "policy"))
+    assert shortened["scheduler.soft_think_tokens"] == ("40", "budget acme")
 
 
 # ------------------------------------------------------------------------------------------------------------- replay
