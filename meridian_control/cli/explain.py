@@ -54,6 +54,7 @@ from meridian_control.common.decision_words import (
     spelled,
     why,
 )
+from meridian_control.common.harm_words import withdrew_text
 from meridian_control.common.look import percent, phase_text
 from meridian_control.common.plain_data import plain
 
@@ -192,7 +193,8 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
         for line in self_calibration_lines(found):
             terminal.say(line)
     if answer.withdrawn_revision:
-        terminal.say(f"revision {answer.withdrawn_revision} withdrew what did harm: {answer.withdrawn_reason}")
+        reason = answer.withdrawn_reason
+        terminal.say(f"revision {answer.withdrawn_revision} {withdrew_text(reason)}: {reason}")
     arms = [arm for row in answer.savings for arm in (row.treated, row.control)]
     if not any(arm.requests or arm.waiting_requests for arm in arms):
         terminal.say(

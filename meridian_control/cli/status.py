@@ -40,6 +40,7 @@ from meridian_control.cli.policy import policy_in_force
 from meridian_control.cli.rollout import short_text
 from meridian_control.cli.tables import saved_text, whole_harm_text
 from meridian_control.common.engine_words import condition, names_text, trouble_text, troubles
+from meridian_control.common.harm_words import withdrew_text
 from meridian_control.common.look import percent
 from meridian_control.common.plain_data import plain
 
@@ -61,6 +62,7 @@ class Facts(NamedTuple):
     freezes: Sequence[freeze_pb2.StoredFreeze]
     savings: fleet_pb2.Savings
     withdrawn_revision: int
+    withdrawn_reason: str
     budgets: Sequence[fleet_pb2.Budget]
     not_known: dict[str, str]
 
@@ -117,6 +119,7 @@ def _ask(context: typer.Context, client: Client, pool: ThreadPoolExecutor) -> tu
         freezes or (),
         next((row for row in savings.savings if row.in_force), fleet_pb2.Savings()),
         savings.withdrawn_revision,
+        savings.withdrawn_reason,
         client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S).budgets,
         not_known,
     )
@@ -126,7 +129,8 @@ def _ask(context: typer.Context, client: Client, pool: ThreadPoolExecutor) -> tu
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield the name of each line with its text."""
     live = connected(facts.engines)
-    withdrawn = f"; revision {facts.withdrawn_revision} withdrew what did harm" if facts.withdrawn_revision else ""
+    did = withdrew_text(facts.withdrawn_reason)
+    withdrawn = f"; revision {facts.withdrawn_revision} {did}" if facts.withdrawn_revision else ""
     yield "policy", _policy(facts.policy)
     yield "engines", _engines(facts.engines)
     yield "requests", ", ".join(f"{count} {phase}" for phase, count in _requests(live).items())

@@ -13,7 +13,7 @@ from meridian_control.capabilities.pressure.rule import MAX_LEVEL, Reading, wors
 from meridian_control.capabilities.self_calibration.shown import proof_text, requests_text
 from meridian_control.cli.console import add, new_table, stamp_text
 from meridian_control.common.decision_words import apart, last_text
-from meridian_control.common.drift_bins import SIGNALS, drift_bins
+from meridian_control.common.drift_bins import SIGNALS, drift_bins, where
 from meridian_control.common.engine_words import condition, names_text
 from meridian_control.common.enum_names import entropy_backend_name, tier_name
 from meridian_control.common.harm_words import harm_text, kind_text
@@ -222,9 +222,10 @@ def _distributions(row: fleet_pb2.Savings) -> Iterator[str]:
         if not seen:
             yield f"{named.value}: no request yet"
             continue
+        edges = [b.max_value for b in bins]
         shares = (
-            f"{percent(b.seen / seen, 0)} (calibrated {percent(b.calibrated / calibrated, 0)}) up to {b.max_value:.3g}"
-            for b in bins
+            f"{percent(b.seen / seen, 0)} (calibrated {percent(b.calibrated / calibrated, 0)}) {where(edges, index)}"
+            for index, b in enumerate(bins)
         )
         unit = f", in {named.unit}" * bool(named.unit)
         yield f"{named.value} of {seen} requests{unit}: {', '.join(shares)}"

@@ -39,6 +39,8 @@ class Bin(NamedTuple):
 def where(edges: Sequence[float], index: int) -> str:
     """Return in words where the values of a bin lie. edges: the largest value of each bin, ascending; larger values
     belong to the last bin."""
+    if len(edges) == 1:
+        return "anywhere"
     if index == len(edges) - 1:
         return f"above {edges[index - 1]:g}"
     return f"from {edges[index - 1]:g} to {edges[index]:g}" if index else f"up to {edges[index]:g}"

@@ -9,6 +9,8 @@ from meridian_control.common.look import percent
 if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
+# What the reason of a revision says that withdraws rules although they do no harm.
+DRIFTED = " has left the distribution that the rules of revision "
 WORDS = {
     "entropy": "the entropy rules",
     "soft_close": "soft close",
@@ -20,6 +22,12 @@ WORDS = {
 def kind_text(kind: str, name: str) -> str:
     """Return a kind of shortening in words. name: that of a budget or of a pressure entry."""
     return WORDS.get(kind) or f"{kind} {name}".rstrip()
+
+
+def withdrew_text(reason: str) -> str:
+    """Return what a revision has done by which the control plane withdrew a kind of shortening. reason: the
+    revision's."""
+    return "put the entropy rules into shadow" if DRIFTED in reason else "withdrew what did harm"
 
 
 def harm_text(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:

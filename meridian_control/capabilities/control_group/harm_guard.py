@@ -22,6 +22,7 @@ from meridian_control.capabilities.control_group.savings import WITHDRAWER, evid
 from meridian_control.capabilities.control_group.shown import harm_sentence
 from meridian_control.common.drift_bins import SIGNALS, drift_bins, where
 from meridian_control.common.errors import EtagMismatch
+from meridian_control.common.harm_words import DRIFTED, withdrew_text
 from meridian_control.common.inference import SequentialTest, ShiftTest
 from meridian_control.policy.shortening_kinds import ENTROPY, Kind, without
 from meridian_control.rollout.state import By
@@ -214,7 +215,7 @@ class HarmGuard:
             # Somebody else has just stored a revision, and the next look judges that revision's rules.
             return
         self._withdrawn_revision = stored.revision
-        logger.warning("revision %d withdraws what does harm: %s", stored.revision, reason)
+        logger.warning("revision %d %s: %s", stored.revision, withdrew_text(reason), reason)
         # The engines get the revision also if the store cannot be read now.
         self._put_in_force(stored)
         await self._rollouts.look()
@@ -262,7 +263,6 @@ def _drift(savings: fleet_pb2.Savings) -> str:
     place = where([sample_bin.max_value for sample_bin in bins], index)
     unit = f" {named.unit}" * bool(named.unit)
     return (
-        f"{named.name} has left the distribution that the rules of revision {savings.since_revision} were calibrated "
-        f"on: {bins[index].seen} of {seen} requests have a first sample {place}{unit}, where the calibration had "
-        f"{bins[index].calibrated} of {calibrated}"
+        f"{named.name}{DRIFTED}{savings.since_revision} were calibrated on: {bins[index].seen} of {seen} requests have "
+        f"a first sample {place}{unit}, where the calibration had {bins[index].calibrated} of {calibrated}"
     )

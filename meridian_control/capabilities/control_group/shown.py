@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meridian_control.capabilities.control_group.experiments import kind_of
 from meridian_control.capabilities.control_group.savings import harming
 from meridian_control.common.drift_bins import SIGNALS, drift_bins
-from meridian_control.common.harm_words import harm_text
+from meridian_control.common.harm_words import harm_text, withdrew_text
 from meridian_control.common.look import percent
 from meridian_control.common.plain_data import plain
 from meridian_control.fleet.part import Shown
@@ -90,7 +90,9 @@ def _evidence(
 
 
 def withdrawal_text(compared: fleet_pb2.GetSavingsResponse) -> str:
-    """Return why the control plane itself has withdrawn a kind of shortening; empty if it has not."""
+    """Return which revision of the control plane itself has withdrawn a kind of shortening, and why; empty if none
+    has."""
     if not compared.withdrawn_revision:
         return ""
-    return f"Revision {compared.withdrawn_revision} withdrew what did harm: {compared.withdrawn_reason}."
+    reason = compared.withdrawn_reason
+    return f"Revision {compared.withdrawn_revision} {withdrew_text(reason)}: {reason}."

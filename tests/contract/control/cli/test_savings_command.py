@@ -55,13 +55,16 @@ async def test_savings(control: Control) -> None:
 
 async def test_savings_show_both_distributions_of_eat(control: Control) -> None:
     row = compared(judged=100, drift_evidence_ratio=0.5)
-    for edge, calibrated, seen in ((0.1234, 20, 90), (1.5, 60, 10)):
+    for edge, calibrated, seen in ((0.1234, 20, 90), (1.0, 0, 0), (1.5, 60, 10)):
         row.eat_samples.add(max_nats=edge, calibrated=calibrated, seen=seen)
     row.rank_samples.add(max_value=2.0, calibrated=80)
     control.fleet.savings = fleet_pb2.GetSavingsResponse(savings=[row])
     result = await control("savings")
     lines = " ".join(result.stdout.split())
-    shares = "90 % (calibrated 25 %) up to 0.123, 10 % (calibrated 75 %) up to 1.5"
+    # The last bin has all larger values, too.
+    shares = (
+        "90 % (calibrated 25 %) up to 0.1234, 0 % (calibrated 0 %) from 0.1234 to 1, 10 % (calibrated 75 %) above 1"
+    )
     assert f"first EAT sample of 100 requests, in nats: {shares} first rank" in lines
     assert "first rank at a sentence end: no request yet evidence of drift: 0.5 of the level" in lines
 
@@ -77,6 +80,11 @@ async def test_savings_say_what_is_not_known(control: Control) -> None:
     )
     text = (await control("savings")).stdout
     assert text.startswith("revision 9 withdrew what did harm: it did harm\n")
+    drifted = "EAT has left the distribution that the rules of revision 3 were calibrated on: 9 of 9 requests"
+    withdrawn = fleet_pb2.GetSavingsResponse(savings=[few], withdrawn_revision=9, withdrawn_reason=drifted)
+    control.fleet.savings = withdrawn
+    said = f"revision 9 put the entropy rules into shadow: {drifted}\n"
+    assert (await control("savings")).stdout.replace("\n", " ").startswith(said.replace("\n", " "))
     assert "saved: not known yet, because an arm has too few requests\n" in text
     assert "not counted yet: 12 requests, because others that began earlier still run\n" in text
     why = "no probe came where thinking would have ended (0 of 3 requests, 7 not judged for want of a probe)"

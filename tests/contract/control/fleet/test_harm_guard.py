@@ -23,6 +23,7 @@ from meridian_control.policy.shortening_kinds import CAP, ENTROPY, LOOP, SOFT_CL
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, State
 from tests.contract.clients import calling
+from tests.contract.ctl import ctl
 from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine
@@ -186,7 +187,7 @@ def drift(control: Control, *seen: int) -> None:
     experiment.samples["eat"] = [before + new for before, new in zip(experiment.samples["eat"], seen, strict=True)]
 
 
-async def test_rules_whose_signal_drifts_go_into_shadow(control: Control) -> None:
+async def test_rules_whose_signal_drifts_go_into_shadow(control: Control, caplog: pytest.LogCaptureFixture) -> None:
     bins = [{"max_nats": edge, "requests": 50} for edge in (0.1, 0.5, 2.0)]
     rules = policy(entropy={"shadow": False, "holdout_share": 0.0, "eat_reference": bins})
     before = await control.set_policy(rules)
@@ -207,6 +208,10 @@ async def test_rules_whose_signal_drifts_go_into_shadow(control: Control) -> Non
     assert stored.policy == policy(entropy={"shadow": True, "holdout_share": 0.0, "eat_reference": bins})
     assert "230 of 300 requests have a first sample up to 0.1 nats" in stored.reason
     assert (await savings(control)).withdrawn_reason == stored.reason
+    # Drift is no harm.
+    did = f"revision {stored.revision} put the entropy rules into shadow"
+    assert f"{did}: {stored.reason}" in caplog.messages
+    assert f"; {did}" in (await ctl(control, "status")).stdout
     await guard.tick()
     assert control.fleet.revision == stored.revision, "withdrawn once"
 
