@@ -46,8 +46,9 @@ DECISIONS = {
     ("cap", "pressure"): "cap lowered under pressure",
     ("preempt", "no_kv_blocks"): "may preempt thinking if it lacks KV blocks",
     ("preempt", "no_place"): "may preempt thinking, as no place is free",
-    ("preempt", "taken_back"): "preemption taken back",
+    ("preempt", "taken_back"): "preemption taken back, as the policy has changed",
     ("hand_over", "kv_pressure"): "handover, as the KV cache is nearly full",
+    ("hand_over", "other_engine"): "handover to another engine",
     ("hand_over", "preempted_answers"): "handover, as answers are preempted",
     ("hand_over", "step_gain"): "handover, as steps are shorter there",
     ("hand_over", "taken_back"): "handover taken back",
@@ -179,6 +180,7 @@ def why(decision: fleet_pb2.LoggedDecision, in_full: bool = False) -> list[str]:
     by_pressure = decision.reason in ENTROPY_REASONS and bool(decision.pressure.name)
     parts = [
         *comparison_texts(decision, in_full),
+        move.why,
         f"to {move.engine_id}: transfer {move.transfer_ms:.0f} ms, gain {move.gain_ms:.0f} ms" * bool(move.engine_id),
         f"{spelled(move.result)}: {move.result_detail}" * bool(move.result),
         f"in force by pressure {decision.pressure.name} in stage {stage_name(decision.budget_stage)}" * by_pressure,

@@ -70,7 +70,7 @@ class Handover(Detail):
         message, move = logged.hand_over, self.move
         message.ref, message.result, message.result_detail = self.ref, self.result, self.detail
         message.SetInParent()
-        message.blocks = move.blocks
+        message.blocks, message.why = move.blocks, move.why
         if move.engine is not None:
             message.engine_id = move.engine.engine_id
             for name in ("transfer_ms", "recompute_ms", "gain_ms", "kv_used"):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from meridian_control.policy.disagg_schema import DisaggPolicy
 
-# Reasons for a handover, and the reason for taking one back.
+# Reasons for a handover, for moving it to another engine, and for taking it back.
 KV_PRESSURE, PREEMPTED_ANSWERS, STEP_GAIN = "kv_pressure", "preempted_answers", "step_gain"
-TAKEN_BACK = "taken_back"
+OTHER_ENGINE, TAKEN_BACK = "other_engine", "taken_back"
 # Share of the KV cache by which an answering engine may exceed max_pool_kv_used before its requests are taken back.
 KEEP_MARGIN = 0.1
 # A handover for shorter steps must gain at least its transfer and this many steps of the answering engine.
@@ -58,6 +58,7 @@ class Holding(NamedTuple):
 class Move(NamedTuple):
     """A request that is to be handed over to `engine`; None takes the handover back.
 
+    why: why an earlier handover moves to this engine or is taken back, in words; empty for a new handover.
     transfer_ms: predicted time from the arrival on the answering engine to the first token there. recompute_ms:
     predicted time to compute the same tokens there. gain_ms: predicted time by which the answer is shorter, without the
     transfer. least_gain_ms: gain above which the steps alone are a reason, 0 if the steps are not known. kv_used: share
@@ -69,6 +70,7 @@ class Move(NamedTuple):
     blocks: int
     reason: str
     engine: fleet_pb2.AnsweringEngine | None = None
+    why: str = ""
     transfer_ms: float = 0.0
     recompute_ms: float = 0.0
     gain_ms: float = 0.0
@@ -156,9 +158,11 @@ def decide(
         room = rooms.of(_engine_id(move))
         if room is not None and room.keeps(policy):
             continue
+        why = f"{_engine_id(move)} cannot answer any more"
         if room is not None:
+            why = f"the KV cache of {_engine_id(move)} is too full"
             room.promise(-blocks[slot], -1)
-        moves.append(_other(policy, engine, rooms, by_slot.get(slot), move))
+        moves.append(_other(policy, engine, rooms, by_slot.get(slot), move._replace(why=why)))
     leaving, leaving_blocks, room = len(in_force), sum(blocks.values()), rooms.roomiest()
     # The transfer of a request without tokens takes the least time: if it has no reason to leave, no other request has.
     if room is None or not _pressure(policy, _move(engine, room, Holding(0, 0, 0), "", (leaving, leaving_blocks))):
@@ -214,13 +218,14 @@ def _engine_id(move: Move) -> str:
 
 
 def _other(policy: DisaggPolicy, engine: ThinkingEngine, rooms: _Rooms, holds: Holding | None, move: Move) -> Move:
-    """Return the handover to another engine, or the one that takes `move` back if no other engine has room."""
+    """Return the handover to another engine, or the one that takes `move` back if no other engine has room. move: the
+    earlier handover, with the reason why its engine is to answer no more."""
     room = rooms.roomiest(but=_engine_id(move))
     if holds is None or room is None or room.free(policy) < holds.blocks:
-        return Move(move.slot, move.blocks, TAKEN_BACK)
-    replacement = _move(engine, room, holds, move.reason, (0, 0))
+        return Move(move.slot, move.blocks, TAKEN_BACK, why=move.why)
+    replacement = _move(engine, room, holds, OTHER_ENGINE, (0, 0))
     room.promise(holds.blocks)
-    return replacement
+    return replacement._replace(why=move.why)
 
 
 def _move(engine: ThinkingEngine, room: _Room, holds: Holding, reason: str, leaving: tuple[int, int]) -> Move:

@@ -177,11 +177,11 @@ class EngineHandovers(Part):
         in_force = self._in_force()
         changed = policy is not self._policy and policy != self._policy
         self._policy = policy
-        decides = not self.no_hand_over(policy)
+        decides = not (why := self.no_hand_over(policy))
         if in_force and (changed or not decides):
             # The next report decides again under the new policy.
             for slot in in_force:
-                self._tell(rule.Move(slot, 0, rule.TAKEN_BACK), out)
+                self._tell(rule.Move(slot, 0, rule.TAKEN_BACK, why=why or "the policy has changed"), out)
             return
         if not decides or not (self.pool or in_force):
             return

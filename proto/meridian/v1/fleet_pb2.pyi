@@ -2453,8 +2453,8 @@ class LoggedDecision(_message.Message):
     reason: _builtins.str
     """Reason of the decision. For a force: a ForceReason without its prefix, in lower case. For a cap: hard_cap,
     empty_answer, budget, pressure or lifted. For a probe: eat, empty_answer or harm. For a tier: unreachable or
-    reusable. For a hand_over: kv_pressure, preempted_answers or step_gain, or taken_back. For a preempt: no_place or
-    no_kv_blocks, or taken_back.
+    reusable. For a hand_over: kv_pressure, preempted_answers or step_gain, or other_engine or taken_back for an
+    earlier one. For a preempt: no_place or no_kv_blocks, or taken_back.
     """
     shadow: _builtins.bool
     """Whether the decision is only counted and not carried out."""
@@ -2553,6 +2553,7 @@ class LoggedHandover(_message.Message):
     KV_USED_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     RESULT_DETAIL_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
     ref: _builtins.str
     """Reference of the decision, as in HandOver; empty for the reason taken_back."""
     engine_id: _builtins.str
@@ -2573,6 +2574,10 @@ class LoggedHandover(_message.Message):
     """
     result_detail: _builtins.str
     """Note on the result, for example "512 tokens transferred to engine-b, first token after 31 ms"."""
+    why: _builtins.str
+    """For the reasons other_engine and taken_back, why the engine that was to answer is not to any more, for example
+    "the KV cache of engine-b is too full".
+    """
     def __init__(
         self,
         *,
@@ -2585,10 +2590,11 @@ class LoggedHandover(_message.Message):
         kv_used: _builtins.float = ...,
         result: _builtins.str = ...,
         result_detail: _builtins.str = ...,
+        why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "engine_id", b"engine_id", "gain_ms", b"gain_ms", "kv_used", b"kv_used", "recompute_ms", b"recompute_ms", "ref", b"ref", "result", b"result", "result_detail", b"result_detail", "transfer_ms", b"transfer_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "engine_id", b"engine_id", "gain_ms", b"gain_ms", "kv_used", b"kv_used", "recompute_ms", b"recompute_ms", "ref", b"ref", "result", b"result", "result_detail", b"result_detail", "transfer_ms", b"transfer_ms", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,7 +95,8 @@ def test_every_reason_and_outcome_of_the_protocol_has_words() -> None:
 
 def test_the_reasons_of_capabilities_are_known() -> None:
     ours = {preemption.NO_PLACE, preemption.NO_KV_BLOCKS, UNREAD_PROBE, *OWN_CAPS, "budget", "pressure", "eat"}
-    moves = {handover.KV_PRESSURE, handover.PREEMPTED_ANSWERS, handover.STEP_GAIN, handover.TAKEN_BACK}
+    moves = {handover.KV_PRESSURE, handover.PREEMPTED_ANSWERS, handover.STEP_GAIN}
+    moves |= {handover.OTHER_ENGINE, handover.TAKEN_BACK}
     assert ours | moves < DECISION_REASONS
 
 

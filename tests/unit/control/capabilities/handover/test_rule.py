@@ -10,8 +10,10 @@ import pytest
 
 from meridian_control.capabilities.handover import rule
 from meridian_control.capabilities.handover.measured_costs import AnswerLength, TransferCost
+from meridian_control.capabilities.handover.results import Handover
 from meridian_control.capabilities.handover.rule import (
     KV_PRESSURE,
+    OTHER_ENGINE,
     PREEMPTED_ANSWERS,
     STEP_GAIN,
     TAKEN_BACK,
@@ -170,7 +172,12 @@ def test_a_handover_is_taken_back_if_the_engine_is_gone_or_full(gone: list[fleet
     before = moved([answering()])
     assert where(decide(POLICY, thinking(kv_used=0.5), gone, holding(9), before)) == [(0, "", TAKEN_BACK)]
     others = [*gone, answering("c")]
-    assert where(decide(POLICY, thinking(kv_used=0.5), others, holding(9), before)) == [(0, "c", KV_PRESSURE)]
+    (other,) = decide(POLICY, thinking(kv_used=0.5), others, holding(9), before)
+    # There is no pressure any more, which would be a false reason.
+    assert where([other]) == [(0, "c", OTHER_ENGINE)]
+    assert other.why == ("the KV cache of b is too full" if gone else "b cannot answer any more")
+    rows = [*Handover("", other).compared(disagg())]
+    assert [signal for signal, *_ in rows] == ["blocks", "answering_kv_used"]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -38,6 +38,14 @@ def outcome(decision_id: int, said: agent_pb2.Outcome.ValueType, detail: str = "
     return {"outcomes": [agent_pb2.DecisionOutcome(decision_id=decision_id, outcome=said, detail=detail)]}
 
 
+def why_of(made: HandMade, said: agent_pb2.HandOver) -> str:
+    """Return why the decision log says that an earlier handover moves or is taken back."""
+    logged, detail = fleet_pb2.LoggedDecision(), made.session.open_decisions[said.decision_id].own_detail
+    assert detail is not None
+    detail.fill(logged)
+    return logged.hand_over.why
+
+
 def continued(engine: HandMade, ref: str, tokens: int = 160, slot: int = 0) -> None:
     """Let an engine open a request that continues another one, and generate its first token."""
     opened: dict[str, Any] = {"phase": agent_pb2.PHASE_OUTPUT, "handed_over_ref": ref, "hand_over_candidate": False}
@@ -100,6 +108,7 @@ def test_a_handover_is_taken_back_once_the_answering_engine_is_gone_or_frozen(
     made.pool(*pool)
     (back,) = made.report(kv_used=0.95)
     assert (back.slot, back.url, back.ref) == (0, "", "")
+    assert why_of(made, back) == "b cannot answer any more"
     made.report(**outcome(move.decision_id, SUPERSEDED), kv_used=0.95)
     assert made.report(**outcome(back.decision_id, APPLIED), kv_used=0.95) == []
     made.pool(*pool, answering("c"))
@@ -111,7 +120,9 @@ def test_a_handover_is_taken_back_once_the_answering_engine_is_gone_or_frozen(
 def test_a_policy_that_changes_the_section_takes_handovers_back(changed: Policy) -> None:
     made = pressed()
     made.report(opened=[made.opened()], kv_used=0.95)
-    assert [back.url for back in made.apply(changed).hand_overs] == [""]
+    (back,) = made.apply(changed).hand_overs
+    assert back.url == ""
+    assert why_of(made, back) == ("disagg.enabled is false" if not changed.disagg.enabled else "the policy has changed")
     assert [move.shadow for move in made.report(kv_used=0.95)] == [True] * changed.disagg.shadow
 
 
@@ -132,7 +143,8 @@ def test_sessions_with_the_same_inputs_decide_the_same() -> None:
                 made.report(kv_used=0.9)
         decided.append([(d.decision_id, d.kind, d.reason) for d in made.session.open_decisions.values()])
     assert decided[0] == decided[1]
-    assert {reason for _, kind, reason in decided[0] if kind == "hand_over"} == {"kv_pressure", "taken_back"}
+    reasons = {reason for _, kind, reason in decided[0] if kind == "hand_over"}
+    assert reasons == {"kv_pressure", "other_engine", "taken_back"}
 
 
 # --------------------------------------------------------------------------------------------------------------- shadow
