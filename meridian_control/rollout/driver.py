@@ -237,7 +237,8 @@ class Rollouts:
         if saved is not None and saved.changes != stored.changes:
             event = saved.events[-1]
             level = logging.WARNING if event.event in ("halted", "rolled_back") else logging.INFO
-            logger.log(level, "rollout %d: %s in step %d %s", saved.rollout_id, event.event, event.step, event.reason)
+            why = f": {event.reason}" * bool(event.reason)
+            logger.log(level, "rollout %d: %s in step %d%s", saved.rollout_id, event.event, event.step, why)
             await self.look()
 
 

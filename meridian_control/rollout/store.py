@@ -138,7 +138,8 @@ class RolloutStore:
                 return None
             if stable is not None:
                 event = saved.events[-1]
-                reason = f"rollout {saved.rollout_id} {saved.state.word}" + f": {event.reason}" * bool(event.reason)
+                did = saved.state.word.replace("_", " ")
+                reason = f"rollout {saved.rollout_id} {did}" + f": {event.reason}" * bool(event.reason)
                 again = new_revision(saved.rollback_revision, stable.policy, event.author, reason, event.time)
                 await insert_revision(connection, again)
         return saved

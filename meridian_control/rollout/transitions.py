@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any
 
-from meridian_control.common.decision_words import apart
+from meridian_control.common.decision_words import apart, short
 from meridian_control.common.errors import RolloutEnded
 from meridian_control.common.look import counted
 from meridian_control.rollout.guardrails import judge
@@ -88,10 +88,12 @@ def tick(rollout: Rollout, sample: Sample, elapsed_s: float, now: datetime) -> R
         return _with(_updated(rollout, state=state, violation=first, waiting_for=""), By(now), state.word, reason)
     if not running or rollout.waiting_for or rollout.baked_s < rollout.plan.step[rollout.step - 1].bake_s:
         return rollout
+    reason = f"step {rollout.step} has baked for {short(rollout.baked_s, 4)} s"
+    reason += ", and no guardrail is violated" * bool(readings)
     if rollout.step == len(rollout.plan.step):
-        return _with(_updated(rollout, state=State.COMPLETED), By(now), "completed")
+        return _with(_updated(rollout, state=State.COMPLETED), By(now), "completed", reason)
     reference = rollout.reference + rollout.stable
-    return _with(_updated(_anew(rollout), step=rollout.step + 1, reference=reference), By(now), "advanced")
+    return _with(_updated(_anew(rollout), step=rollout.step + 1, reference=reference), By(now), "advanced", reason)
 
 
 def pause(rollout: Rollout, by: By) -> Rollout:

@@ -353,7 +353,9 @@ class RolloutEvent(_message.Message):
     author: _builtins.str
     """Principal or name of the caller, or "meridian-control" if the control plane acted by itself."""
     reason: _builtins.str
-    """Reason that the author gave, or the guardrail that was violated."""
+    """Reason that the author gave; of an event of the control plane, the guardrails that were violated, or that the step
+    has baked.
+    """
     request_id: _builtins.str
     """Id that the caller gave to the call; empty for none."""
     @_builtins.property

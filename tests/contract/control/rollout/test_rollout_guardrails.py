@@ -103,7 +103,7 @@ async def test_a_guardrail_takes_the_candidate_back(
         assert found.events[-1].reason.startswith(f"{name} is ")
         await b.has(found.rollback_revision)
         assert b.settings[-1].lease_ms == 5000
-        assert (await control.in_force()).reason == f"rollout 1 rolled_back: {found.events[-1].reason}"
+        assert (await control.in_force()).reason == f"rollout 1 rolled back: {found.events[-1].reason}"
         if name != "degraded_engines":
             await a.has(3)
             assert a.settings[-1].lease_ms == 5000

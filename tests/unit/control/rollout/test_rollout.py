@@ -212,10 +212,11 @@ def test_steps_follow_each_other_when_they_have_baked() -> None:
     rollout = tick(rollout, seen(), 10.0, NOW)
     assert rollout.state is State.COMPLETED
     assert tick(rollout, seen(nacks=5), 10.0, NOW) == rollout
-    assert [(event.event, event.step, event.author) for event in rollout.events] == [
-        ("started", 1, "ann"),
-        ("advanced", 2, "meridian-control"),
-        ("completed", 2, "meridian-control"),
+    baked = "has baked for {} s, and no guardrail is violated"
+    assert [(event.event, event.step, event.author, event.reason) for event in rollout.events] == [
+        ("started", 1, "ann", rollout.reason),
+        ("advanced", 2, "meridian-control", f"step 1 {baked.format(60)}"),
+        ("completed", 2, "meridian-control", f"step 2 {baked.format(10)}"),
     ]
 
 
