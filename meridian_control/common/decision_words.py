@@ -78,11 +78,13 @@ OUTCOMES_OF_KIND = {
 }
 EVENTS = {
     "control_group": "in the control group",
+    "frozen": "engine frozen, so that it runs as stock vLLM",
     "opened": "opened",
     "preempted": "preempted",
     "resumed": "resumed",
     "stream_back": "stream to the control plane back",
     "stream_lost": "stream to the control plane lost",
+    "thawed": "engine thawed",
 }
 SIGNALS = {
     "answer_reserve_tokens": "answer reserve",

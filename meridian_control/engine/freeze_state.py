@@ -55,6 +55,11 @@ class Freeze:
         return max(timedelta(), min(self.end_time - now, self.end_time - self.create_time))
 
 
+def _spelled(freeze: Freeze) -> str:
+    by = f" by {freeze.author}" * bool(freeze.author)
+    return f"freeze {freeze.freeze_id}{by}" + f": {freeze.reason}" * bool(freeze.reason)
+
+
 class FreezeState:
     """The freeze state of one engine, as the control plane sees it.
 
@@ -89,6 +94,11 @@ class FreezeState:
             return False
         self.confirmed, self.frozen, self.locally, self.paused = True, status.frozen, status.locally, status.paused
         return not self.frozen
+
+    @property
+    def why(self) -> str:
+        """The freezes that match the engine, in words; empty for none."""
+        return "; ".join(map(_spelled, self.freezes))
 
     def status(self) -> agent_pb2.FreezeStatus:
         """Return the agent's last confirmation."""

@@ -309,7 +309,10 @@ class Session:
             yield from self._journal.lost()
 
     def _on_freeze_status(self, status: agent_pb2.FreezeStatus, now: datetime) -> Sliced[Out]:
-        if not self.freezing.take_confirmation(status):
+        has_thawed = self.freezing.take_confirmation(status)
+        if self._journal is not None and self.freezing.confirmed:
+            yield from self._journal.frozen(self.freezing.frozen, self.freezing.why)
+        if not has_thawed:
             return []
         self._parts.revise()
         return (yield from self._decide(now))

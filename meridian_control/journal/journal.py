@@ -47,6 +47,7 @@ class Journal:
         self._lives: dict[int | None, Life] = {}
         # The lives from before a snapshot of which only a part is taken in.
         self._before: dict[int | None, Life] = {}
+        self._is_frozen = False
 
     def opened(self, opened: OpenedRequest, ratio: float, *, joined_late: bool = False) -> None:
         """Begin the life of a request if the request belongs to the sample; `ratio` is the sampled share, 0 to 1."""
@@ -103,6 +104,17 @@ class Journal:
         life = self._lives.get(slot)
         if life is not None and all(event.kind != kind for event in life.events):
             self._note(life, kind, agent_pb2.PHASE_UNSPECIFIED, detail)
+
+    def frozen(self, is_frozen: bool, why: str) -> Sliced[None]:
+        """Note in all lives that the engine is frozen from now on, or that it has thawed, if that is new. why: the
+        freezes."""
+        if is_frozen == self._is_frozen:
+            return
+        self._is_frozen = is_frozen
+        for count, life in enumerate(list(self._lives.values()), 1):
+            self._note(life, "frozen" if is_frozen else "thawed", agent_pb2.PHASE_UNSPECIFIED, why)
+            if not count % SLICE_ROWS:
+                yield
 
     def lost(self) -> Sliced[None]:
         """Note that the stream is lost. A later stream may continue with the same requests."""

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.cli.explain import _heading
+from meridian_control.common.decision_words import outcome_text
 from meridian_control.common.errors import InvalidRequest, NotFound
 from meridian_control.common.slices import at_once
+from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.fleet.views import each_request_view
 from meridian_control.journal.log import LIFE_EVENTS, DecisionLog
 from meridian_control.journal.messages import explain_request, list_decisions, newest_life, page_of
@@ -265,6 +267,22 @@ def test_a_life_goes_on_over_a_broken_stream() -> None:
     assert kinds(life(again))[-3:] == ["stream_lost", "stream_back", "cap hard_cap"]
     assert {d.session_id for d in decisions(again, kind="cap", request_id="a")} == {"s", "t"}
     assert kinds(life(again, "gone"))[-1] == "stream_lost"
+
+
+def test_a_life_shows_that_its_engine_was_frozen_and_by_whom() -> None:
+    """A freeze ends all decisions, so that without it nothing would say why a cap did not act."""
+    made = stream(policy(scheduler=EARLY | {"max_think_tokens": 20}))
+    made.open("a", think=60)
+    made.step(5)
+    until = made.now + timedelta(1)
+    both = tuple(Freeze(number, Match(), "ann", "incident", made.now, until) for number in (1, 2))
+    for freezes in (both[:1], both, ()):
+        made.deliver(made.session.on_freezes(freezes, made.now))
+        made.pump()
+    made.step(5)
+    said = [(event.kind, event.detail) for event in life(made).events if event.kind in ("frozen", "thawed")]
+    assert said == [("frozen", "freeze 1 by ann: incident"), ("thawed", "")]
+    assert "agent off or frozen" in outcome_text("cap", decisions(made, kind="cap")[-1].outcome)
 
 
 def test_each_input_of_a_streaming_session_has_a_life_of_its_own() -> None:
