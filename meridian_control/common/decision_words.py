@@ -78,6 +78,7 @@ OUTCOMES_OF_KIND = {
 }
 EVENTS = {
     "control_group": "in the control group",
+    "control_group_left": "no longer in the control group",
     "frozen": "engine frozen, so that it runs as stock vLLM",
     "opened": "opened",
     "preempted": "preempted",

@@ -99,10 +99,13 @@ class Journal:
             life.think_tokens, life.output_tokens = change.think_tokens, change.output_tokens
             self._note(life, change.kind, change.phase, detail)
 
-    def note_once(self, slot: int, kind: str, detail: str) -> None:
-        """Note an event of a kind that a life has once."""
-        life = self._lives.get(slot)
-        if life is not None and all(event.kind != kind for event in life.events):
+    def turned(self, slot: int, turns: tuple[str, str], is_on: bool, detail: str) -> None:
+        """Note that something holds for a request from now on, or no longer, if that is new. turns: the kinds of both
+        events; a life without one begins with what the second says."""
+        if (life := self._lives.get(slot)) is None:
+            return
+        newest = next((event.kind for event in reversed(life.events) if event.kind in turns), turns[1])
+        if newest != (kind := turns[not is_on]):
             self._note(life, kind, agent_pb2.PHASE_UNSPECIFIED, detail)
 
     def frozen(self, is_frozen: bool, why: str) -> Sliced[None]:

@@ -55,7 +55,10 @@ BITS_AT_SENTENCE_ENDS = sum(BITS[signal] for signal in AT_SENTENCE_ENDS)
 RULE_BITS = {reason: 1 << agent_pb2.ForceReason.Value(f"FORCE_REASON_{reason.upper()}") for reason in ENTROPY_REASONS}
 # Rules that fire on the newest probe, except if a request passes its floor or a policy changes later.
 BY_PROBE = ("eat", "give_up")
-NOTE = "nothing shortens this request, so that others can be compared with it"
+# Events of a request that joins and that leaves the group, and what a life says of them.
+TURNS = "control_group", "control_group_left"
+JOINED = "no rule, budget or lower cap shortens this request, so that others can be compared with it"
+LEFT = "the policy has changed"
 
 
 class ControlGroup(Part):
@@ -113,12 +116,12 @@ class ControlGroup(Part):
         self._await_signals(slot, own, opened, begins=begins, same_rules=same_rules)
         if not same_rules:
             self._ended_by.pop(slot, None)
+        if self._stream.journal is not None:
+            self._stream.journal.turned(slot, TURNS, control, JOINED if control else LEFT)
         if not control:
             self.requests.leave(slot)
             return False
         self.requests.join(slot, same_rules)
-        if self._stream.journal is not None:
-            self._stream.journal.note_once(slot, "control_group", NOTE)
         return True
 
     def _takes_up(self, slot: int, opened: OpenedRequest) -> bool:

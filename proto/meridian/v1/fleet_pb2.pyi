@@ -2362,9 +2362,9 @@ class RequestEvent(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """Kind of the event: opened, control_group, phase, think_end, preempted_for, preempted, resumed, decision, frozen,
-    thawed, stream_lost, stream_back or closed. control_group says that nothing shortens the request from here on, frozen
-    that the engine runs as stock vLLM from here on.
+    """Kind of the event: opened, control_group, control_group_left, phase, think_end, preempted_for, preempted, resumed,
+    decision, frozen, thawed, stream_lost, stream_back or closed. From control_group to control_group_left no rule, budget
+    or lower cap shortens the request; from frozen to thawed the engine runs as stock vLLM.
     """
     phase: _agent_pb2.Phase.ValueType
     """Phase of the request from this event on."""

@@ -14,7 +14,7 @@ from meridian_control.capabilities.control_group import savings
 from meridian_control.capabilities.control_group.experiments import MAX_EXPERIMENTS, Experiments, rules_of
 from meridian_control.capabilities.control_group.harm_guard import HarmGuard, Watch
 from meridian_control.capabilities.control_group.rule import held_out
-from meridian_control.capabilities.control_group.stream import ControlGroup
+from meridian_control.capabilities.control_group.stream import JOINED, LEFT, TURNS, ControlGroup
 from meridian_control.common.inference import SequentialTest
 from meridian_control.policy.shortening_kinds import ENTROPY, without
 from tests.fakes.tables import policy
@@ -28,6 +28,7 @@ from tests.unit.sessions import (
     freezes,
     opens,
     play,
+    reconnected,
     stream,
 )
 
@@ -109,6 +110,17 @@ def test_explain_says_so_once() -> None:
     made = play(stream(HALF), opens(CONTROL), 3, OTHER, opens(TREATED), 3)
     for name, told in ((CONTROL, ["control_group"]), (TREATED, [])):
         assert [event.kind for event in made.life(name).events if event.kind == "control_group"] == told
+
+
+def test_explain_says_that_a_request_leaves_the_group_and_comes_back() -> None:
+    """What shortens the request afterwards would contradict that it is in the group. The agent connects again while
+    the request is in the group, and again while it is not."""
+    nobody = HALF.model_copy(update={"entropy": HALF.entropy.model_copy(update={"holdout_share": 0.0})})
+    made = play(stream(HALF), opens(CONTROL, 200), 2)
+    made = play(reconnected(made, HALF), 1, nobody, 1)
+    made = play(reconnected(made, nobody), 1, HALF, 1)
+    said = [(event.kind, event.detail) for event in made.life(CONTROL).events if event.kind in TURNS]
+    assert said == [("control_group", JOINED), ("control_group_left", LEFT), ("control_group", JOINED)]
 
 
 @pytest.mark.parametrize("entropy", [{"holdout_share": 0.0}, {"shadow": True}, {"enabled": False}])
