@@ -40,7 +40,7 @@ ENDS = {
 }
 DECISIONS = {
     ("cap", "budget"): "cap lowered by a budget",
-    ("cap", "empty_answer"): "cap raised, as the answer would be empty",
+    ("cap", "empty_answer"): "cap extended, as the answer would be empty",
     ("cap", "hard_cap"): "cap set",
     ("cap", "lifted"): "cap lifted",
     ("cap", "pressure"): "cap lowered under pressure",

@@ -73,11 +73,13 @@ class Caps(Part):
             if not count % SLICE_ROWS:
                 yield
             cap, why = self._cap(policy, slot, bool(table.extended[slot]))
+            # An extension need not raise the cap: the policy may have none any more, or the request's own cap be lower.
+            extends = bool(table.extended[slot]) and cap > self._cap(policy, slot, False)[0]
             info = table.info[slot]
             reserve = effects.answer_reserve(self._policies.of(slot), info) if info and cap != NO_CAP else 0
             limits = cap, policy.scheduler.shadow, reserve
             if limits != (table.max_think_tokens[slot], table.cap_shadow[slot], table.answer_reserve_tokens[slot]):
-                self._send(slot, limits, why, turn.out, may_limit)
+                self._send(slot, limits, ("empty_answer" if extends else why, why), turn.out, may_limit)
 
     def _cap(self, policy: Policy, slot: int, extended: bool) -> tuple[int, str]:
         """Return a request's cap, and its reason: the section of the entry that lowers it, or `hard_cap`.
@@ -98,11 +100,16 @@ class Caps(Part):
         return cap, shortening.section if cap < effects.cap(without, info, extended) else "hard_cap"
 
     def _send(
-        self, slot: int, limits: tuple[int, bool, int], why: str, out: agent_pb2.Directives, may_limit: bool
+        self,
+        slot: int,
+        limits: tuple[int, bool, int],
+        reasons: tuple[str, str],
+        out: agent_pb2.Directives,
+        may_limit: bool,
     ) -> None:
-        """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve. why: what sets the cap, an
-        extension aside."""
-        table, (cap, shadow, reserve) = self._table, limits
+        """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve. reasons: what sets the cap,
+        and the same an extension aside."""
+        table, (cap, shadow, reserve), (reason, why) = self._table, limits, reasons
         if cap != table.max_think_tokens[slot] and not table.extended[slot]:
             # Another cap is near at another time.
             table.put(slot, cap_probed=False)
@@ -111,7 +118,6 @@ class Caps(Part):
         if table.closing[slot]:
             return
         if cap != NO_CAP:
-            reason = "empty_answer" if table.extended[slot] else why
             # The request's own cap is in force although the policy's is in shadow.
             counted = table.shadow_cap(slot) != NO_CAP
             decision_id = self._ledger.make("cap", reason, slot, counted, cap_tokens=cap, behind=why)

@@ -170,6 +170,21 @@ def test_a_requests_own_cap_and_an_extension_are_named() -> None:
     assert "think_end hard_cap" in kinds(life(made, "own"))
 
 
+def test_an_extension_is_no_reason_once_the_policy_has_none() -> None:
+    limits = {"max_think_tokens": 100, "min_think_tokens": 0, "answer_reserve_tokens": 0}
+    extending = {**limits, "empty_answer_extension_tokens": 30}
+    made = stream(policy(scheduler=extending, entropy={"enabled": False}))
+    made.agent.empty_answer = True
+    made.open("a")
+    made.step(60)
+    made.apply(policy(scheduler={**limits, "max_think_tokens": 90}, entropy={"enabled": False}))
+    newest, *_ = decisions(made, kind="cap")
+    assert (newest.reason, compared(newest)) == (
+        "hard_cap",
+        {"max_think_tokens": (90, "=", "scheduler.max_think_tokens", 90)},
+    )
+
+
 def test_a_limit_names_the_override_that_sets_it() -> None:
     """Two overrides of different tenants may set the same values, and a later one wins."""
     limits = {"max_think_tokens": 40, "answer_reserve_tokens": 7, "answer_reserve_for": "all"}
