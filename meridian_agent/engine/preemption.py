@@ -233,7 +233,7 @@ class Preemption:
         """Preempt requests for a waiting one, unless the claim is in shadow, and report the outcome, which ends the
         claim."""
         names = [(shown_id(each.live.info.request_id), each.tokens) for each in victims]
-        said = "; ".join([f"{name}: {tokens} tokens to compute again" for name, tokens in names])
+        said = "; ".join([f"{name}: {tokens} token{'s'[: tokens != 1]} to compute again" for name, tokens in names])
         if claim.shadow:
             self._preempts.settle(live, Outcome.SHADOWED, f"would preempt {said}")
             return

@@ -55,7 +55,7 @@ from meridian_control.common.decision_words import (
     why,
 )
 from meridian_control.common.harm_words import withdrew_text
-from meridian_control.common.look import percent, phase_text
+from meridian_control.common.look import counted, percent, phase_text
 from meridian_control.common.plain_data import plain
 
 
@@ -80,14 +80,14 @@ def explain(
         terminal.say(line)
     terminal.print(_life_table(answer.life))
     if answer.life.events_left_out:
-        terminal.say(f"{answer.life.events_left_out} older events are no longer in the decision log")
+        terminal.say(f"no longer in the decision log: {counted(answer.life.events_left_out, 'older event')}")
     for life in answer.siblings:
         terminal.say()
         for line in _heading(fleet_pb2.ExplainRequestResponse(life=life)):
             terminal.say(line)
         terminal.print(_life_table(life))
     if answer.siblings_left_out:
-        terminal.say(f"{answer.siblings_left_out} more requests have this id")
+        terminal.say(f"with this id, but not shown: {counted(answer.siblings_left_out, 'request')}")
     for life in answer.related:
         terminal.say(_related(life, answer.life))
         terminal.print(_life_table(life))

@@ -17,7 +17,7 @@ from meridian_control.common.drift_bins import SIGNALS, drift_bins, where
 from meridian_control.common.engine_words import condition, names_text
 from meridian_control.common.enum_names import entropy_backend_name, tier_name
 from meridian_control.common.harm_words import harm_text, kind_text
-from meridian_control.common.look import percent, phase_text
+from meridian_control.common.look import counted, percent, phase_text
 
 
 def engine_table(rows: Sequence[fleet_pb2.Engine], *, wide: bool = False) -> Table:
@@ -201,7 +201,7 @@ def savings_lines(row: fleet_pb2.Savings) -> Iterator[str]:
     """Yield what follows from a comparison: the saving, the shadow's own estimate, and the harm."""
     yield f"saved: {saved_text(row)}"
     if count := row.treated.waiting_requests + row.control.waiting_requests:
-        waiting = f"{count} request{'s' * (count != 1)}"
+        waiting = counted(count, "request")
         yield f"not counted yet: {waiting}, because others that began earlier still run"
     if row.control.think_tokens:
         yield f"shadow's own estimate: {percent(row.shadow_saved_tokens / row.control.think_tokens)} of the thinking"
@@ -266,4 +266,4 @@ def self_calibration_lines(found: Iterable[fleet_pb2.SelfCalibration]) -> Iterat
         if each.why:
             yield f"{name}: {each.state}: {each.why}"
         for tried in each.tried:
-            yield f"{name}: tried {stamp_text(tried.time)} on {tried.requests:,} requests: {tried.outcome}"
+            yield f"{name}: tried {stamp_text(tried.time)} on {counted(tried.requests, 'request')}: {tried.outcome}"

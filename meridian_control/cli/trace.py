@@ -38,6 +38,7 @@ from meridian_control.cli.console import (
     show_value,
     warn_unreachable,
 )
+from meridian_control.common.look import counted
 from meridian_control.offline.trace_file import TraceWriter
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
@@ -281,7 +282,7 @@ def replay(
         add(table, f"thinking ends: {reason}", recorded.get(reason, 0), new.get(reason, 0))
     add(table, "thinking tokens, where both are known", tokens["recorded"], tokens["new"])
     left_out = ", ".join(f"{count} {why}" for why, count in figures["left_out"].items())
-    terminal.say(f"{figures['requests']} requests{f', left out: {left_out}' if left_out else ''}")
+    terminal.say(f"{counted(figures['requests'], 'request')}{f', left out: {left_out}' if left_out else ''}")
     terminal.print(table)
     terminal.say(f"The new policy changes {figures['changed']} ends of thinking; -o json lists each request.")
     if missing := figures["probes_without_sample"]:

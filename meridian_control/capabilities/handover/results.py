@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.handover.rule import KV_PRESSURE, PREEMPTED_ANSWERS, STEP_GAIN
+from meridian_control.common.look import counted
 from meridian_control.engine import think_ends
 from meridian_control.journal.records import Detail
 
@@ -204,7 +205,7 @@ class Handovers:
         elif continuation.HasField("transferred_tokens"):
             where = f"transferred to {continuation.engine_id}, first token after {continuation.first_token_ms:.0f} ms"
             result = HANDED_OVER if continuation.transferred_tokens else RECOMPUTED
-            self._settle(request, result, f"{continuation.transferred_tokens} tokens {where}", decision)
+            self._settle(request, result, f"{counted(continuation.transferred_tokens, 'token')} {where}", decision)
         elif continuation.state == LIVE:
             # Another replica repeats the message while it lives; if that replica ends, nobody reports the rest.
             request.until = None if request.lives or self._is_continued(request) else now + WAIT

@@ -9,6 +9,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.preemption import rule
 from meridian_control.common.errors import BadReport
+from meridian_control.common.look import counted
 from meridian_control.common.metric_entry import counter
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.engine.part import Part
@@ -209,4 +210,4 @@ def preempted_for(info: OpenedRequest, tokens: int) -> str:
     """Return for whom a request was preempted, and what that costs. info: the request that waited."""
     named = (("tenant", info.tenant), ("SLO class", info.slo_class))
     of = " and ".join(f"{name} {value}" for name, value in named if value)
-    return f"request {info.request_id}{f' of {of}' if of else ''}: {tokens} tokens to compute again"
+    return f"request {info.request_id}{f' of {of}' if of else ''}: {counted(tokens, 'token')} to compute again"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.self_calibration.rule import conflicts, obstacle
-from meridian_control.common.look import percent
+from meridian_control.common.look import counted, percent
 from meridian_control.common.plain_data import plain
 from meridian_control.policy.effects import self_calibrates
 from meridian_control.policy.model import Who
@@ -58,7 +58,7 @@ def _left_out_text(seen: Counter[LeftOut | None]) -> str:
 
 def row(found: fleet_pb2.SelfCalibration) -> dict[str, Any]:
     """Return a row of the status page."""
-    tried = [f"tried on {tried.requests:,} requests: {tried.outcome}" for tried in reversed(found.tried)]
+    tried = [f"tried on {counted(tried.requests, 'request')}: {tried.outcome}" for tried in reversed(found.tried)]
     proof = f"{found.rule}: {proof_text(found)}" if found.rule else "none"
     return {
         **plain(found),
