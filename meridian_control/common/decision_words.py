@@ -42,7 +42,7 @@ DECISIONS = {
     ("cap", "budget"): "cap lowered by a budget",
     ("cap", "empty_answer"): "cap extended, as the answer would be empty",
     ("cap", "hard_cap"): "cap set",
-    ("cap", "lifted"): "cap lifted",
+    ("cap", "lifted"): "cap lifted, as scheduler.enabled is false",
     ("cap", "pressure"): "cap lowered under pressure",
     ("preempt", "no_kv_blocks"): "may preempt thinking if it lacks KV blocks",
     ("preempt", "no_place"): "may preempt thinking, as no place is free",
@@ -55,7 +55,7 @@ DECISIONS = {
     ("probe", "eat"): "EAT probe",
     ("probe", "empty_answer"): "probe before the cap",
     ("probe", "harm"): "probe of harm",
-    ("tier", "reusable"): "KV blocks reused as in stock vLLM",
+    ("tier", "reusable"): "KV blocks reused as in stock vLLM, as kv_memory.enabled is false",
     ("tier", "unreachable"): "KV blocks reused first",
 }
 # The kinds and the reasons of logged decisions that this version knows.

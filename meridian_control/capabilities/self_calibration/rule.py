@@ -10,7 +10,7 @@ from meridian_control.policy.model import MAX_OVERRIDES, Override
 from meridian_control.rollout.plan import Plan, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from meridian_control.capabilities.self_calibration.learner import Rule
     from meridian_control.policy.model import Policy, Who
@@ -95,9 +95,13 @@ def conflicts(own: Policy, who: Who) -> list[str]:
         names += ["scheduler.min_think_tokens"] * ("min_think_tokens" in override.changes("scheduler"))
         if names:
             keys = ("model", "tenant", "slo_class", "effort", "engine_labels")
-            facts = ", ".join(f"{key} {value}" for key in keys if (value := getattr(override, key)))
+            facts = ", ".join(f"{key} {_spelled(value)}" for key in keys if (value := getattr(override, key)))
             found.append(f"the override for {facts or 'all requests'} sets {', '.join(names)}")
     return found
+
+
+def _spelled(value: str | Mapping[str, str]) -> str:
+    return value if isinstance(value, str) else " ".join(f"{name}={label}" for name, label in value.items())
 
 
 def plan_for(engines: int) -> Plan:

@@ -257,8 +257,13 @@ OBSTACLES = pytest.mark.parametrize(
     [
         ({"holdout_share": 0.0}, [], "entropy.holdout_share is 0, so no request is recorded"),
         ({}, [{"effort": "high", "entropy": RANK}], "the override for effort high sets entropy.rank_conditions"),
+        (
+            {},
+            [{"tenant": "a*", "engine_labels": {"zone": "a", "gpu": "l4"}, "entropy": RANK}],
+            "the override for tenant a*, engine_labels zone=a gpu=l4 sets entropy.rank_conditions",
+        ),
     ],
-    ids=["no control group", "another rule for some"],
+    ids=["no control group", "another rule for some", "another rule on some engines"],
 )
 
 

@@ -40,6 +40,7 @@ def decided(**fields: Any) -> fleet_pb2.RequestEvent:
     [
         (decided(kind="tier", reason="unreachable"), "KV blocks reused first", ""),
         (decided(kind="cap", reason="hard_cap"), "cap set", ""),
+        (decided(kind="cap", reason="lifted"), "cap lifted, as scheduler.enabled is false", ""),
         (decided(kind="force", reason="eat"), "end of thinking: EAT is low and has settled", ""),
         (
             decided(kind="force", reason="rank", shadow=True),
