@@ -283,7 +283,9 @@ class Decision:
         if entry is None or changed is None:
             return None
         now, without = (getattr(getattr(policy, changed[0]), changed[1]) for policy in (self.policy, entry.without))
-        return entry if now != without else None
+        # The control group's rules are in shadow although no entry has changed that.
+        is_in_shadow = changed == ("entropy", "shadow") and now
+        return entry if now != without and not is_in_shadow else None
 
     @property
     def _shortened_field(self) -> tuple[str, str] | None:

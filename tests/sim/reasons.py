@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.pressure.stream import EnginePressure
-from meridian_control.common.enum_names import stage_name
+from meridian_control.common.enum_names import ENTROPY_REASONS, stage_name
 from meridian_control.engine.shortening import LOWER_CAP, UNSHORTENED
 from meridian_control.journal.messages import decision_message
 from meridian_control.policy.model import Who
@@ -37,6 +37,8 @@ def check(session: Session, decision: Decision) -> None:
     told = decision_message(decision)
     assert told.comparisons or told.reason in WITHOUT, f"{told.kind} {told.reason} has no reason"
     assert told.revision == session.acked_revision
+    is_allowed = told.reason in ENTROPY_REASONS and bool(told.pressure.name)
+    assert not (is_allowed and told.shadow), f"{told.reason} is in shadow, and pressure is said to put it in force"
     limits = _Limits(session, decision, told)
     for row in told.comparisons:
         where = f"{told.kind} {told.reason}: {row.signal} {row.value} {row.operator} {row.limit} ({row.limit_name})"

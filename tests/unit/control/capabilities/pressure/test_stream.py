@@ -182,6 +182,10 @@ def test_pressure_leaves_the_control_group_in_shadow(shadow: bool) -> None:
     assert control <= made.agent.engine.live.keys()
     assert made.session.totals.ends["eat"] == len(names) - len(control)
     assert made.session.totals.ends["eat_shadowed"] == len(control)
+    # Pressure is a reason only where the rule would be in shadow without it, and is not.
+    for name in names:
+        (end,) = [e.decision for e in made.life(name).events if e.decision.kind == "force"]
+        assert (end.pressure.name == "chat") == (shadow and name not in control), name
     counted = made.session.table.control & made.session.table.counted
     assert {name for name, live in made.agent.engine.live.items() if counted[live.slot]} == control
 
