@@ -108,6 +108,8 @@ class Intake:
             self._assign([self._open(opened, now_ms) for opened in requests])
             if len(requests) == SLICE_ROWS:
                 yield
+        if self._journal is not None:
+            self._journal.report_begins()
         self._add_tokens(report, now_ms)
         if report.HasField("joined"):
             table.take_joined(report.joined)

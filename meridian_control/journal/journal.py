@@ -48,6 +48,8 @@ class Journal:
         # The lives from before a snapshot of which only a part is taken in.
         self._before: dict[int | None, Life] = {}
         self._is_frozen = False
+        # Place of the newest report's events in the order of the log.
+        self._report_number = 0
 
     def opened(self, opened: OpenedRequest, ratio: float, *, joined_late: bool = False) -> None:
         """Begin the life of a request if the request belongs to the sample; `ratio` is the sampled share, 0 to 1."""
@@ -93,11 +95,16 @@ class Journal:
             ended = "the client has gone" if closed.client_gone else FINISH_NAMES.get(closed.reason, "unknown")
             self._close(life, "handed_over" if closed.handed_over else ended)
 
+    def report_begins(self) -> None:
+        """Note that a report's events come next, of requests that have been opened: they happened before the decisions
+        that follow from the report, which are logged first."""
+        self._report_number = self._log.next_number()
+
     def happened(self, change: RequestChange, detail: str = "") -> None:
         """Note a change of a request: a new phase, an end of thinking, or the start or end of a preemption."""
         if (life := self._lives.get(change.slot)) is not None:
             life.think_tokens, life.output_tokens = change.think_tokens, change.output_tokens
-            self._note(life, change.kind, change.phase, detail)
+            self._note(life, change.kind, change.phase, detail, self._report_number)
 
     def turned(self, slot: int, turns: tuple[str, str], is_on: bool, detail: str) -> None:
         """Note that something holds for a request from now on, or no longer, if that is new. turns: the kinds of both
@@ -163,11 +170,10 @@ class Journal:
             if self._log.settled is not None and decision.holders:
                 self._log.settled(decision)
 
-    def _note(self, life: Life, kind: str, phase: int, detail: str = "") -> None:
-        self._log.add_event(
-            life,
-            LifeEvent(self._log.next_number(), self.now, kind, phase, life.think_tokens, life.output_tokens, detail),
-        )
+    def _note(self, life: Life, kind: str, phase: int, detail: str = "", number: int = 0) -> None:
+        """Add an event to a life. number: place in the order of the log, the next one if absent."""
+        place, tokens = number or self._log.next_number(), (life.think_tokens, life.output_tokens)
+        self._log.add_event(life, LifeEvent(place, self.now, kind, phase, *tokens, detail))
 
     def _close(self, life: Life, reason: str) -> None:
         life.close_number, life.close_time, life.close_reason = self._log.next_number(), self.now, reason

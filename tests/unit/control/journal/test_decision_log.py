@@ -73,6 +73,15 @@ def test_a_life_from_opening_to_closing() -> None:
     assert told.open_time.ToDatetime(UTC) == NOW + timedelta(milliseconds=5), "the time is the message's"
 
 
+def test_what_a_report_brings_comes_before_what_is_decided_from_it() -> None:
+    made = stream(policy(scheduler=EARLY))
+    made.open("a", think=3, answer=2)
+    made.merged([made.agent.step() for _ in range(5)])
+    told = life(made)
+    assert kinds(told) == ["opened", "think_end natural", "cap hard_cap"]
+    assert [event.think_tokens for event in told.events] == sorted(event.think_tokens for event in told.events)
+
+
 def test_what_the_eat_rule_saw_and_compared() -> None:
     made = stream(policy(scheduler=EARLY, entropy=CALIBRATED))
     made.open("a", min_think_tokens=6)
