@@ -228,6 +228,8 @@ def prepare(build: Build) -> None:
 
     # On shared cores several threads of one engine wait for each other at every operation.
     torch.set_num_threads(1)
+    if build.vocabulary:
+        _keep_one_tokenizer()
     if build.asynchronous:
         _keep_async_scheduling()
     if build.v2:
@@ -253,6 +255,14 @@ def _keep_async_scheduling() -> None:
         config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = classmethod(check)
+
+
+def _keep_one_tokenizer() -> None:
+    """Let no front end copy its tokenizer for other threads, which the engines of the matrix do not have: a copy of a
+    real vocabulary takes seconds."""
+    from vllm.renderers import hf
+
+    hf.maybe_make_thread_pool = lambda tokenizer, _: tokenizer
 
 
 def mask_in_torch() -> None:

@@ -99,6 +99,12 @@ def main() -> None:
         if not build.alone:
             from vllm import LLM  # noqa: F401
 
+            if build.vocabulary:
+                from vllm.tokenizers.registry import cached_get_tokenizer
+
+                # Both engines find the tokenizer, which takes seconds to read, in vLLM's cache.
+                asked = {"tokenizer_mode": "auto", "revision": None, "trust_remote_code": False}
+                cached_get_tokenizer(build.args["tokenizer"], runner_type="generate", **asked)
             # Each start of an engine collects garbage several times, and would go through all modules each time.
             gc.freeze()
             stock.start("fork")

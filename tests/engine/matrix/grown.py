@@ -45,14 +45,14 @@ class Words:
         ids |= {token["content"]: token["id"] for token in known["added_tokens"]}
         self.harmony = HARMONY[0] in ids
         maze: dict[str, int] = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]
-        spelled = {"\n": "Ċ", "\n\n": "ĊĊ"}
+        spelled = {"\n": "Ċ", "\n\n": "ĊĊ"} | _names(ids)
         ordinary = sorted(set(ids.values()) - {token["id"] for token in known["added_tokens"]})
         free = iter(random.Random("edges").sample(ordinary, 2000))
         self.ids = dict[str, int]()
         taken = set[int]()
         for word in sorted(maze, key=maze.__getitem__):
             name = RENAMED.get(word, word) if self.harmony else word
-            name = spelled.get(name, name) if word not in NODES else _name(ids, word)
+            name = spelled.get(name, name)
             self.ids[word] = ids[name] if name in ids else next(i for i in free if i not in taken)
             taken.add(self.ids[word])
         self.marker = [ids[token] for token in HARMONY] if self.harmony else []
@@ -87,10 +87,14 @@ class Words:
         return found + (self.opening if opens else [channel, final, message] if closes else [])
 
 
-def _name(ids: dict[str, int], node: str) -> str:
-    """Return the vocabulary's first word, with a space before it, that begins with the letter of a node, so that the
-    model's sentences are sentences of words."""
-    return min((t for t in ids if len(t) > 4 and t[:2] == "Ġ" + node and t[2:].islower()), key=ids.__getitem__)
+def _names(ids: dict[str, int]) -> dict[str, str]:
+    """Return for each node the vocabulary's first word, with a space before it, that begins with the node's letter, so
+    that the model's sentences are sentences of words."""
+    words = sorted(
+        (t for t in ids if len(t) > 4 and t[0] == "Ġ" and t[2:].islower()), key=ids.__getitem__, reverse=True
+    )
+    first = {word[1]: word for word in words}
+    return {node: first[node] for node in NODES}
 
 
 @functools.cache
