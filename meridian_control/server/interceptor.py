@@ -149,11 +149,12 @@ class _Gated:
         self._gate, self._rule, self._method, self._handler, self._inner = gate, rule, method, handler, inner
         self._call = Call("", "", "", method)
         self._let_in = False
-        # What the caller has shown, and must have beside its role; the task that serves a stream, and the error with
-        # which the gate ends it.
+        # What the caller has shown, and must have beside its role; the task that serves a stream, whether it waits for
+        # the service and not for gRPC, and the error with which the gate ends the stream.
         self._shown: tuple[Metadata, Certificate, str] = ((), {}, "")
         self._demands: list[Callable[[Principal], None]] = []
         self._task: asyncio.Task[Any] | None = None
+        self._waits = True
         self._ended_by: MeridianError | None = None
 
     async def open(self, given: bytes, context: Context) -> Any:
@@ -208,7 +209,11 @@ class _Gated:
                     await asyncio.shield(begun)
                 async with aclosing(self._inner(request, context)) as responses:
                     async for response in responses:
+                        self._waits = False
                         yield response
+                        self._waits = True
+                        if self._ended_by is not None:
+                            raise self._ended_by
             outcome = AuditOutcome("OK")
         except (Exception, asyncio.CancelledError) as raised:
             error = self._ended_by or raised
@@ -245,7 +250,8 @@ class _Gated:
                 check(principal)
         except MeridianError as error:
             self._ended_by = error
-            if self._task is not None:
+            # If gRPC's work is cancelled, the caller gets no status; the stream then ends after the response.
+            if self._task is not None and self._waits:
                 self._task.cancel(error.code)
 
     async def _ended(self, begun: asyncio.Task[int], outcome: AuditOutcome) -> None:

@@ -26,6 +26,7 @@ from tests.certificates import DAY, Authority
 from tests.contract.clients import Clients
 from tests.contract.raw_engine import RawEngine
 from tests.contract.secured import ACCESS, DENIED, METHODS, ROLES, Secured, code_of, securing
+from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import Control, wait_for
 
@@ -408,6 +409,23 @@ async def test_a_stream_ends_with_its_callers_role(secured: Secured, caplog: pyt
     ]
 
 
+async def test_a_caller_who_has_not_read_yet_learns_why_its_stream_ends(secured: Secured) -> None:
+    """gRPC holds a response that is larger than the caller's window until the caller reads."""
+    for number in range(1000):
+        secured.fleet.join(hello(f"engine-{number}"))
+    async with secured.calling("viewer") as viewer:
+        watch = viewer.fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
+        await until(lambda: any(not gated._waits for gated in secured.gate.streams))
+        secured.access.write_text(secured.access.read_text().replace('"viewer"', '"another"', 1))
+        await secured.gate.check_streams()
+        assert len(secured.gate.streams) == 1
+        assert (await watch.read()).engines
+        assert await end_of(watch) == (
+            grpc.StatusCode.PERMISSION_DENIED,
+            '"viewer" has no role; meridian.v1.FleetService/WatchFleet needs viewer',
+        )
+
+
 async def test_a_link_whose_role_is_taken_away_comes_back_with_it(
     secured: Secured, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -416,8 +434,7 @@ async def test_a_link_whose_role_is_taken_away_comes_back_with_it(
         await until(lambda: engine.link.lease.connected)
         secured.access.write_text(before.replace('cn = "agent"', 'cn = "other"'))
         await secured.gate.check_streams()
-        await until(lambda: '"agent" has no role' in caplog.text)
-        assert not engine.link.lease.connected
+        await until(lambda: '"agent" has no role' in caplog.text and not engine.link.lease.connected)
         secured.access.write_text(before)
         await until(lambda: engine.link.lease.connected)
 
