@@ -755,7 +755,7 @@ async def test_a_live_request_is_as_old_as_the_control_plane_says(browser: Brows
             linked.open("live")
             await linked.steps_until(control.names)
             await page.goto(f"{address}/#requests?id=live")
-            lasted = page.locator("#life-spans li", has_text="thinking")
+            lasted = page.locator("#life-spans li.think")
             await lasted.wait_for()
             assert float((await lasted.inner_text()).split()[1]) < 3600
         assert not complaints
