@@ -187,6 +187,7 @@ def why(decision: fleet_pb2.LoggedDecision, in_full: bool = False) -> list[str]:
         f"to {move.engine_id}: transfer {move.transfer_ms:.0f} ms, gain {move.gain_ms:.0f} ms" * bool(move.engine_id),
         f"{spelled(move.result)}: {move.result_detail}" * bool(move.result),
         f"in force by pressure {decision.pressure.name} in stage {stage_name(decision.budget_stage)}" * by_pressure,
+        "in the control group" * decision.control_group,
         decision.operator_reason,
         f"EAT {short(eat)} nats" * decision.HasField("measured_eat_nats"),
         decision.detail,

@@ -252,18 +252,20 @@ class EffectivePolicies:
         this reason depends on."""
         held = self.held(slot)
         policy, entries, is_default = held.policy, held.by, False
+        is_spared = held.is_held_out and _is_in_force(held.treated, reason)
         if reason == "hard_cap":
             policy, entries = held.capping, None
             is_default = policy.scheduler.max_think_tokens > held.own.scheduler.max_think_tokens
         if entries is None:
             # Most decisions share one object, because most requests have the same policy.
             behind = self._newest_behind
-            if behind is None or behind.policy is not policy:
-                self._newest_behind = behind = Behind(self.revision, policy, None, None, self._engine, is_default)
+            if behind is None or behind.policy is not policy or behind.is_spared != is_spared:
+                behind = Behind(self.revision, policy, None, None, self._engine, is_spared, is_default)
+                self._newest_behind = behind
             return behind
         by = entries.soft if reason == "soft_close" else entries.rules if reason in ENTROPY_REASONS else entries.cap
         (detail,) = (shortener.detail(by) for shortener in self._active if shortener.section == by.section)
-        return Behind(self.revision, policy, by, detail, self._engine)
+        return Behind(self.revision, policy, by, detail, self._engine, is_spared)
 
     def in_use(self) -> list[tuple[Policy, Among]]:
         """Return each policy in use with a mask of the requests for which it holds, [slots]; None stands for all."""
@@ -272,3 +274,11 @@ class EffectivePolicies:
         live, group = self._table.live, self._table.group
         used = np.bincount(group, weights=live).nonzero()[0].tolist()
         return [(self._held[index].policy, live & (group == index)) for index in used]
+
+
+def _is_in_force(policy: Policy, reason: str) -> bool:
+    """Return whether a rule of the policy ends thinking; False for what is no rule."""
+    if reason in ENTROPY_REASONS:
+        return not (policy.entropy.shadow or (reason == "give_up" and policy.entropy.give_up_shadow))
+    shadows = {"soft_close": policy.scheduler.shadow, "loop": policy.loop.shadow}
+    return not shadows.get(reason, True) or reason in policy.extensions_on(shadow=False)

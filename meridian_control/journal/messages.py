@@ -181,6 +181,7 @@ def decision_message(decision: Decision) -> fleet_pb2.LoggedDecision:
         **same(decision, *DECIDED),
         **same(life, "engine_id", "incarnation"),
         **same(life.opened, "request_id", "tenant", "slo_class"),
+        control_group=decision.shadow and decision.under.behind.is_spared,
         signals=fleet_pb2.Signals(**decision.signals._asdict()),
     )
     for detail in decision.details:

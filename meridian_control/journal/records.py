@@ -174,8 +174,9 @@ class Behind(NamedTuple):
     """The policy that holds for a request, as far as decisions with one reason depend on it.
 
     shortening: the entry that has shortened the policy, None if none has. detail: what the entry's capability shows of
-    it. engine: the facts of the engine that overrides match on. is_default_cap: whether the cap is the default one,
-    because the request is held out and its own policy has a lower one.
+    it. engine: the facts of the engine that overrides match on. is_spared: whether decisions are in shadow
+    only because the request is held out. is_default_cap: whether the cap is the default one, because a held-out
+    request's own policy has a lower one.
     """
 
     revision: int
@@ -183,6 +184,7 @@ class Behind(NamedTuple):
     shortening: Shortening | None
     detail: Detail | None
     engine: Who
+    is_spared: bool = False
     is_default_cap: bool = False
 
 

@@ -2433,6 +2433,7 @@ class LoggedDecision(_message.Message):
     BUDGET_FIELD_NUMBER: _builtins.int
     BUDGET_STAGE_FIELD_NUMBER: _builtins.int
     PRESSURE_FIELD_NUMBER: _builtins.int
+    CONTROL_GROUP_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     """Id of the decision, unique within its session."""
     session_id: _builtins.str
@@ -2475,6 +2476,8 @@ class LoggedDecision(_message.Message):
     """
     budget_stage: Global___BudgetStage.ValueType
     """Stage of that budget, or of the request under that pressure."""
+    control_group: _builtins.bool
+    """Whether the decision is in shadow only because the request is in the control group."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """Time when the decision was made."""
@@ -2528,10 +2531,11 @@ class LoggedDecision(_message.Message):
         budget: _builtins.str = ...,
         budget_stage: Global___BudgetStage.ValueType = ...,
         pressure: Global___PressureChange | None = ...,
+        control_group: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "hand_over", b"hand_over", "measured_eat_nats", b"measured_eat_nats", "outcome_time", b"outcome_time", "pressure", b"pressure", "signals", b"signals", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "budget", b"budget", "budget_stage", b"budget_stage", "comparisons", b"comparisons", "decision_id", b"decision_id", "detail", b"detail", "engine_id", b"engine_id", "hand_over", b"hand_over", "incarnation", b"incarnation", "kind", b"kind", "measured_eat_nats", b"measured_eat_nats", "operator_reason", b"operator_reason", "outcome", b"outcome", "outcome_think_tokens", b"outcome_think_tokens", "outcome_time", b"outcome_time", "pressure", b"pressure", "reason", b"reason", "request_id", b"request_id", "revision", b"revision", "session_id", b"session_id", "shadow", b"shadow", "signals", b"signals", "slo_class", b"slo_class", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats", "budget", b"budget", "budget_stage", b"budget_stage", "comparisons", b"comparisons", "control_group", b"control_group", "decision_id", b"decision_id", "detail", b"detail", "engine_id", b"engine_id", "hand_over", b"hand_over", "incarnation", b"incarnation", "kind", b"kind", "measured_eat_nats", b"measured_eat_nats", "operator_reason", b"operator_reason", "outcome", b"outcome", "outcome_think_tokens", b"outcome_think_tokens", "outcome_time", b"outcome_time", "pressure", b"pressure", "reason", b"reason", "request_id", b"request_id", "revision", b"revision", "session_id", b"session_id", "shadow", b"shadow", "signals", b"signals", "slo_class", b"slo_class", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__measured_eat_nats: _TypeAlias = _typing.Literal["measured_eat_nats"]  # noqa: Y015
     _WhichOneofArgType__measured_eat_nats: _TypeAlias = _typing.Literal["_measured_eat_nats", b"_measured_eat_nats"]  # noqa: Y015

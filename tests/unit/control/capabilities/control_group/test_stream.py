@@ -15,7 +15,10 @@ from meridian_control.capabilities.control_group.experiments import MAX_EXPERIME
 from meridian_control.capabilities.control_group.harm_guard import HarmGuard, Watch
 from meridian_control.capabilities.control_group.rule import held_out
 from meridian_control.capabilities.control_group.stream import JOINED, LEFT, TURNS, ControlGroup
+from meridian_control.common.decision_words import why
 from meridian_control.common.inference import SequentialTest
+from meridian_control.common.slices import at_once
+from meridian_control.journal.messages import list_decisions
 from meridian_control.policy.shortening_kinds import ENTROPY, without
 from tests.fakes.tables import policy
 from tests.unit.sessions import (
@@ -110,6 +113,26 @@ def test_explain_says_so_once() -> None:
     made = play(stream(HALF), opens(CONTROL), 3, OTHER, opens(TREATED), 3)
     for name, told in ((CONTROL, ["control_group"]), (TREATED, [])):
         assert [event.kind for event in made.life(name).events if event.kind == "control_group"] == told
+
+
+def test_a_decision_says_that_the_control_group_is_why_it_is_in_shadow() -> None:
+    """A section in shadow is so for all requests."""
+    shadowed = {"soft_think_tokens": 2, "shadow": True}
+    made = stream(HALF.model_copy(update={"scheduler": HALF.scheduler.model_copy(update=shadowed)}))
+    each_token_ends_a_sentence(made)
+    play(made, opens(CONTROL, 40, 2), opens(TREATED, 40, 2), 20)
+    listed = at_once(list_decisions(made.log, fleet_pb2.ListDecisionsRequest(kind="force"))).decisions
+    said = {(d.request_id, d.reason): (d.shadow, d.control_group) for d in listed}
+    assert said == {
+        (CONTROL, "eat"): (True, True),
+        (CONTROL, "soft_close"): (True, False),
+        (TREATED, "eat"): (False, False),
+        (TREATED, "soft_close"): (True, False),
+    }
+    assert all(("in the control group" in why(d)) == d.control_group for d in listed)
+    probes = at_once(list_decisions(made.log, fleet_pb2.ListDecisionsRequest(kind="probe"))).decisions
+    assert len(probes) > 0
+    assert not any(d.control_group for d in probes)
 
 
 def test_explain_says_that_a_request_leaves_the_group_and_comes_back() -> None:
