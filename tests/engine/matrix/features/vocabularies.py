@@ -55,8 +55,7 @@ def vocabularies(engine: Engine) -> None:
     assert _places(tokenizer, thought, ends) == [len(part) for part in _parts()], "the ends are not those of the text"
     thinking = slice(len(opened), len(opened) + len(thought))
 
-    def ask(cap: int | None = None) -> tuple[list[int], Observed]:
-        own: dict[str, Any] = {} if cap is None else {"extra_args": {"meridian_max_think_tokens": cap}}
+    def ask(**own: Any) -> tuple[list[int], Observed]:
         params = {"temperature": 0.0, "max_tokens": len(script), "ignore_eos": True, **own}
         with engine.watched() as seen:
             (tokens,) = engine.paced([Ask(asked, params)])
@@ -89,9 +88,10 @@ def vocabularies(engine: Engine) -> None:
     assert first <= written <= first + LATE_TOKENS, (first, written)
     # Caps are exact, also in the middle of a number.
     engine.control.apply(NEUTRAL)
-    tokens, seen = ask(cap=(cap := thought.index(tokenizer.encode(".", add_special_tokens=False)[0]) + 1))
-    assert tokens[len(opened) :][:cap] == thought[:cap]
-    assert tokens[len(opened) + cap :][: len(closed)] == closed
+    cap = thought.index(tokenizer.encode(".", add_special_tokens=False)[0]) + 1
+    most = len(opened) + cap + len(closed)
+    tokens, seen = ask(max_tokens=most, extra_args={"meridian_max_think_tokens": cap})
+    assert tokens == [*opened, *thought[:cap], *closed]
     assert any(f & FLAG_PARAGRAPH for f in flags)
 
 
