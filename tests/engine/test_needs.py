@@ -3,13 +3,14 @@ altered."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,7 +35,7 @@ from tests.processes import ENGINE_ENV, Control, Process, wait_for
 from tests.vllm_sources import Sources, tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ALL = {**CONNECTOR, **V1_RUNNER, **V2_RUNNER, **API_SERVER, **FRONT_END, **BALANCER, **ENGINE}
 PARAMS = "vllm.sampling_params:SamplingParams"
@@ -164,28 +165,32 @@ def test_the_imported_vllm_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert version.unfit() == "vLLM 0.25.1 is outside the supported 0.26 to 0.33"
 
 
-def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: list[list[int]]) -> None:
-    """The engine serves what stock vLLM serves; its log and the fleet name each missing hook."""
-    control = Control(tmp_path)
-    env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    env["MERIDIAN_ENGINE_ID"] = "pod"
-    engine = Process([sys.executable, "-m", "tests.engine.lacking"], tmp_path / "engine.log", env)
-    lacks = "lacks: KVCacheManager.evict_blocks, BlockPool.touch (too many positional arguments)"
+@contextlib.contextmanager
+def told(module: str, folder: Path, **more: str) -> Iterator[tuple[dict[str, Any], Process, Control]]:
+    """Start an engine, and yield what it says that it generates, its process and its control plane; the engine must end
+    by itself."""
+    control = Control(folder)
+    env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **more}
+    engine = Process([sys.executable, "-m", f"tests.engine.{module}"], folder / "engine.log", env)
 
     def said() -> str | None:
         assert engine.popen.poll() is None, engine.output()[-3000:]
-        return next(
-            (line for line in engine.output().splitlines() if line.startswith("{") and line.endswith("}")), None
-        )
+        return next((line for line in engine.output().splitlines() if line[:1] + line[-1:] == "{}"), None)
 
     try:
-        found = json.loads(wait_for(said, 120, "the engine to say what it generates"))
-        # Ranks of one name would end each other's streams.
-        assert lacks in control.faulty("pod-dp1").fault
+        yield json.loads(wait_for(said, 120, "the engine to say what it generates")), engine, control
         assert engine.stop() == 0
     finally:
         engine.kill()
         control.process.stop()
+
+
+def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: list[list[int]]) -> None:
+    """The engine serves what stock vLLM serves; its log and the fleet name each missing hook."""
+    lacks = "lacks: KVCacheManager.evict_blocks, BlockPool.touch (too many positional arguments)"
+    with told("lacking", tmp_path, MERIDIAN_ENGINE_ID="pod") as (found, engine, control):
+        # Ranks of one name would end each other's streams.
+        assert lacks in control.faulty("pod-dp1").fault
     assert found == {"scheduler": "Scheduler", "tokens": stock}
     assert f"no agent in this engine, vLLM runs as stock; vLLM {version.vllm_version()} {lacks}" in engine.output()
 
@@ -193,28 +198,13 @@ def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: li
 def test_an_engine_of_which_less_is_known_is_governed(tmp_path: Path, stock: list[list[int]]) -> None:
     """Without optional facts the engine serves what stock vLLM serves, obeys caps and takes policies; its log says once
     what is missing, and so does the fleet."""
-    control = Control(tmp_path)
-    env = {**ENGINE_ENV, "MERIDIAN_CONTROL": control.target, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    env |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": "not-started"}
-    engine = Process([sys.executable, "-m", "tests.engine.less_known"], tmp_path / "engine.log", env)
-
-    def said() -> str | None:
-        assert engine.popen.poll() is None, engine.output()[-3000:]
-        return next(
-            (line for line in engine.output().splitlines() if line.startswith("{") and line.endswith("}")), None
-        )
-
-    try:
-        found = json.loads(wait_for(said, 120, "the engine to say what it generates"))
+    more = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": "not-started"}
+    with told("less_known", tmp_path, **more) as (found, engine, control):
         shown = control.engine()
         assert (shown.fault, shown.unknown_markers, shown.nack_error) == ("", "", "")
         lacking = {fact.partition(" (")[0] for fact in shown.missing_facts}
         optional = {*OPTIONAL} - {"tokenizer", "markers", "sentence ends", "settings on disk"}
         assert lacking == optional
-        assert engine.stop() == 0
-    finally:
-        engine.kill()
-        control.process.stop()
     assert found == {"tokens": stock, "ends": [9], "may_end": 3}
     lines = [line for line in engine.output().splitlines() if "the agent works without" in line]
     assert len(lines) == 1
