@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from meridian_agent.core.phases import Markers
-from meridian_agent.vllm_adapter.tokenizer import Template, template_of
+from meridian_agent.vllm_adapter.tokenizer import Template, chat_template_of, template_of, tokenizer_of
 from tests.processes import MODEL
 
 # As in Qwen3's template, thinking stays after the last question, and tool calls are tagged.
@@ -33,6 +34,27 @@ def tokenizer() -> Any:
     loaded = AutoTokenizer.from_pretrained(MODEL)
     loaded.add_tokens(["<tool_call>"])
     return loaded
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("several", [False, True])
+def test_the_template_is_vllms_and_no_tokenizer_is_read_again(monkeypatch: pytest.MonkeyPatch, several: bool) -> None:
+    """A tokenizer with several templates has one for tools, which vLLM uses only for requests with tools."""
+    from vllm.renderers import hf
+
+    from tests.sim.engine import _base
+
+    config = _base(0)
+    own = tokenizer_of(config).chat_template
+    named = {"default": own, "tool_use": "{{ messages }}"}
+    monkeypatch.setattr(tokenizer_of(config), "chat_template", named if several else own)
+    looks = Mock(wraps=hf.cached_get_processor)
+    monkeypatch.setattr(hf, "cached_get_processor", looks)
+    monkeypatch.setattr(hf, "_PROCESSOR_CHAT_TEMPLATES", {})
+    assert chat_template_of(config) == own == (MODEL / "chat_template.jinja").read_text()
+    assert looks.called == several
+    assert hf.resolve_chat_template(tokenizer_of(config), None, None, model_config=config.model_config) == own
+    assert looks.called
 
 
 AFTER_QUESTION = "loop.index0 > ns.last"

@@ -258,12 +258,11 @@ def _keep_async_scheduling() -> None:
 
 
 def _keep_one_tokenizer() -> None:
-    """Let no front end copy its tokenizer for other threads, which the engines of the matrix do not have, or read it
-    again for a processor, which a model of text does not have: each takes seconds with a real vocabulary."""
+    """Let no front end copy its tokenizer for other threads, which the engines of the matrix do not have: a copy of a
+    real vocabulary takes seconds."""
     from vllm.renderers import hf
 
     hf.maybe_make_thread_pool = lambda tokenizer, _: tokenizer
-    hf._try_get_processor_chat_template = lambda *_, **__: None
 
 
 def mask_in_torch() -> None:
