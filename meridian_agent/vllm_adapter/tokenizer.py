@@ -131,7 +131,7 @@ def chat_template_of(vllm_config: Any) -> str | None:
 
         tokenizer, model = tokenizer_of(vllm_config), vllm_config.model_config
         # A model of text has no processor, and to find none vLLM would read the tokenizer once more: up to 1.7 s and
-        # 90 MB. It looks for no processor with tools, which matter only if the tokenizer has several templates.
+        # 90 MB. With tools vLLM looks for none; which tools, matters only if the tokenizer has several templates.
         has_one = isinstance(getattr(tokenizer, "chat_template", None), str)
         tools: list[Any] | None = [] if has_one and not model.is_multimodal_model else None
         template = resolve_chat_template(tokenizer, None, tools, model_config=model)
