@@ -73,6 +73,10 @@ class Unauthenticated(MeridianError, code="unauthenticated", status=StatusCode.U
     """The caller has no valid credentials. The text of the error never contains any part of the credentials."""
 
 
+class Expired(Unauthenticated):
+    """The caller's credentials were valid for a time that is over."""
+
+
 class PermissionDenied(MeridianError, code="permission_denied", status=StatusCode.PERMISSION_DENIED): ...
 
 

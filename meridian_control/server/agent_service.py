@@ -13,17 +13,18 @@ import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2, agent_pb2_grpc, fleet_pb2
 
-from meridian_control.common.errors import InvalidRequest, MeridianError
+from meridian_control.common.errors import Expired, InvalidRequest, MeridianError
 from meridian_control.common.message_bounds import SMALL_BYTES, fields
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.server.client_faults import CONNECTIONS, ClientFaults
 from meridian_control.server.interceptor import host_of
 from meridian_control.server.rate_limits import Rate
-from meridian_control.server.roles import caller, demand
+from meridian_control.server.roles import at_end, caller, demand
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -96,6 +97,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         except MeridianError as error:
             self._fleet.count_end(error.code)
             raise
+        at_end(partial(self._losing, connection))
         reader = asyncio.create_task(self._read(connection, request_iterator))
         # Callers choose engine ids, so their number is unbounded and the log lines are rate-limited.
         host = host_of(context.peer())
@@ -117,9 +119,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             if reason == "agent_closed":
                 # The agent's side ends also if the connection breaks; gRPC cancels the call soon after that.
                 await asyncio.sleep(BREAKS_S)
-        except (asyncio.CancelledError, GeneratorExit) as ended:
-            # The gate gives the reason if it ends the stream.
-            reason = next(iter(ended.args), "agent_closed" if connection.session.shuts_down else "disconnected")
+        except (asyncio.CancelledError, GeneratorExit):
+            # An agent that is sent away may leave before gRPC's work on the GoingAway is over.
+            left = "agent_closed" if connection.session.shuts_down else "disconnected"
+            reason = connection.closing or left
             raise
         finally:
             reader.cancel()
@@ -131,6 +134,16 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 self._broken_off[connection.session.identity] = self._fleet.clock(), host
                 if self._looking is None or self._looking.done():
                     self._looking = asyncio.create_task(self._look_for_lost())
+
+    def _losing(self, connection: Connection, error: MeridianError) -> bool:
+        """Take in the error with which the gate is about to end a stream; return whether the agent is sent away
+        instead. An agent whose credentials have expired comes back with what its files have by then, and that is no
+        failure of either side."""
+        if isinstance(error, Expired):
+            self._fleet.send_away(connection, str(error))
+            return True
+        connection.closing = error.code
+        return False
 
     def _join(self, hello: agent_pb2.Hello, who: str) -> tuple[Connection, ExitStack]:
         """Begin a session; return its connection, and its place among the engines, which the caller closes. Raises as

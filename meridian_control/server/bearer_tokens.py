@@ -15,7 +15,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-from meridian_control.common.errors import Unauthenticated
+from meridian_control.common.errors import Expired, Unauthenticated
 from meridian_control.common.reloading_file import Reloaded
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Tokens:
                 failure = error
                 break
         said = next((text for kind, text in _COMPLAINTS if isinstance(failure, kind)), "the token is not valid")
-        raise Unauthenticated(said) from None
+        raise (Expired if isinstance(failure, jwt.ExpiredSignatureError) else Unauthenticated)(said) from None
 
     def _decoded(self, token: str, key: Key, leeway_s: float) -> dict[str, Any]:
         claims: dict[str, Any] = jwt.decode(

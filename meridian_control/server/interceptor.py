@@ -28,6 +28,7 @@ from meridian_control.server.roles import (
     OPEN,
     Access,
     AccessRule,
+    Demands,
     Principal,
     Role,
     caller,
@@ -117,7 +118,8 @@ class Gate(grpc.aio.ServerInterceptor):
         """End each stream whose caller may no longer make its call: the access file, or a key of tokens, has changed,
         or the caller's credentials have expired."""
         for gated in list(self.streams):
-            gated.check_again()
+            if gated in self.streams:
+                gated.check_again()
             await asyncio.sleep(0)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -152,7 +154,7 @@ class _Gated:
         # What the caller has shown, and must have beside its role; the task that serves a stream, whether it waits for
         # the service and not for gRPC, and the error with which the gate ends the stream.
         self._shown: tuple[Metadata, Certificate, str] = ((), {}, "")
-        self._demands: list[Callable[[Principal], None]] = []
+        self._demands = Demands()
         self._task: asyncio.Task[Any] | None = None
         self._waits = True
         self._ended_by: MeridianError | None = None
@@ -240,19 +242,24 @@ class _Gated:
             yield
         finally:
             self._gate.streams.discard(self)
+            # Timers and tasks that outlast the stream keep its context.
+            self._demands.checks, self._demands.at_end = [], None
 
     def check_again(self) -> None:
         """End the stream if its caller may no longer make the call."""
         try:
             principal = self._gate.access.identify(*self._shown, begun_before=True)
             principal.check(self._rule.role or Role.NONE, self._method)
-            for check in self._demands:
+            for check in self._demands.checks:
                 check(principal)
         except MeridianError as error:
+            at_end, self._demands.at_end = self._demands.at_end, None
+            if at_end is not None and at_end(error):
+                return
             self._ended_by = error
             # If gRPC's work is cancelled, the caller gets no status; the stream then ends after the response.
             if self._task is not None and self._waits:
-                self._task.cancel(error.code)
+                self._task.cancel()
 
     async def _ended(self, begun: asyncio.Task[int], outcome: AuditOutcome) -> None:
         await self._gate.audit.end_call(await begun, outcome)

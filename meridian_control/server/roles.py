@@ -20,7 +20,7 @@ import glob
 import logging
 import tomllib
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import IntEnum
 from fnmatch import fnmatchcase
@@ -31,13 +31,15 @@ from cryptography.x509 import load_pem_x509_certificate
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meridian_control.common.addresses import is_loopback_address
-from meridian_control.common.errors import HostOnly, PermissionDenied, Unauthenticated
+from meridian_control.common.errors import Expired, HostOnly, PermissionDenied, Unauthenticated
 from meridian_control.common.reloading_file import Reloaded
 from meridian_control.server.bearer_tokens import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
+
+    from meridian_control.common.errors import MeridianError
 
     Metadata = Iterable[tuple[str, str | bytes]]
     # The type of the result of gRPC's auth_context().
@@ -150,16 +152,36 @@ OUTLIVES_S = 30 * 60.0
 # not ask gRPC for the host, because gRPC has let the call go.
 caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
 caller_host: ContextVar[str] = ContextVar("caller_host", default="")
-# What a stream's caller must have beside its role: functions that raise PermissionDenied, and are called again while
-# the stream is open.
-demands: ContextVar[list[Callable[[Principal], None]]] = ContextVar("demands")
+
+
+@dataclass
+class Demands:
+    """What a stream's caller must have beside its role, while the stream is open.
+
+    checks: functions that raise PermissionDenied. at_end: gets the error with which the gate is about to end the
+    stream, and returns whether the service ends the stream without that error.
+    """
+
+    checks: list[Callable[[Principal], None]] = field(default_factory=list)
+    at_end: Callable[[MeridianError], bool] | None = None
+
+
+# The demands of the stream that is being served.
+demands: ContextVar[Demands | None] = ContextVar("demands", default=None)
 
 
 def demand(check: Callable[[Principal], None]) -> None:
     """Check the caller of the stream that is being served, now and while the stream is open. Raises what `check`
     raises: PermissionDenied."""
     check(caller.get())
-    demands.get([]).append(check)
+    if (of_stream := demands.get()) is not None:
+        of_stream.checks.append(check)
+
+
+def at_end(ending: Callable[[MeridianError], bool]) -> None:
+    """Let the gate call `ending`, once, before it ends the stream that is being served; see Demands."""
+    if (of_stream := demands.get()) is not None:
+        of_stream.at_end = ending
 
 
 def rule_of(method: str) -> AccessRule:
@@ -198,7 +220,7 @@ class Access:
         if not (names := _names(certificate)):
             raise Unauthenticated(NO_CREDENTIALS if self._certificates else NO_TOKEN)
         if _has_expired(certificate):
-            raise Unauthenticated("the certificate has expired")
+            raise Expired("the certificate has expired")
         return identities.of_certificate(names)
 
 

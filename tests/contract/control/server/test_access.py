@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import shutil
 import time
 from datetime import timedelta
@@ -455,6 +456,28 @@ async def test_a_stream_outlives_its_token_for_a_while(by_token: Secured, monkey
             await by_token.gate.check_streams()
             assert await shown(by_token, expired) is grpc.StatusCode.UNAUTHENTICATED
         assert await end_of(watch) == (grpc.StatusCode.UNAUTHENTICATED, "the token has expired")
+
+
+async def test_an_engine_whose_token_has_expired_is_sent_away_and_comes_back_with_a_new_one(
+    by_token: Secured, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens expire in normal work, so that no alert may take such an end for a refusal or a failure."""
+    caplog.set_level(logging.INFO)
+    file = by_token.folder / "token"
+    file.write_text(token(role="agent", sub="e1"))
+    files = agent_credentials.AgentCredentials(ca=str(by_token.authority.file), token_file=str(file))
+    with LinkedEngine([by_token.target], "e1", credentials=files) as engine:
+        await engine.steps_until(lambda: engine.link.lease.connected)
+        (gated,) = by_token.gate.streams
+        expired = token(role="agent", sub="e1", exp=time.time() - OUTLIVES_S - 60)
+        shown: Any = (("authorization", f"Bearer {expired}"),), {}, "ipv4:127.0.0.1:1"
+        monkeypatch.setattr(gated, "_shown", shown)
+        await by_token.gate.check_streams()
+        await engine.steps_until(lambda: by_token.gate.streams - {gated} and engine.link.lease.connected)
+    assert by_token.fleet.stream_ends["going_away"] == 1
+    assert not by_token.gate.faults.counts
+    assert "the control plane is going away: the token has expired" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # ---------------------------------------------------------------------------------------------------------- replicas
