@@ -217,9 +217,9 @@ class _Gated:
                         if self._ended_by is not None:
                             raise self._ended_by
             outcome = AuditOutcome("OK")
-        except (Exception, asyncio.CancelledError) as raised:
+        except (Exception, asyncio.CancelledError, GeneratorExit) as raised:
             error = self._ended_by or raised
-            if isinstance(error, asyncio.CancelledError):
+            if not isinstance(error, Exception):
                 raise
             if isinstance(raised, asyncio.CancelledError) and self._task is not None:
                 self._task.uncancel()
@@ -227,6 +227,11 @@ class _Gated:
             late = self._ended_by is not None or (self._kind() is Kind.ENGINE and self._let_in)
             if late and begun is None and outcome.code == "PERMISSION_DENIED":
                 await self._gate.finish(self._gate.audit.refuse(self._call, outcome))
+            if isinstance(raised, GeneratorExit):
+                # The caller has not read for so long that gRPC's work was cancelled. After that its context gives no
+                # address: the process would crash.
+                self._note(error, self._call.peer)
+                raise
             await self._failed(error, context)
         finally:
             if begun is not None:
@@ -256,9 +261,11 @@ class _Gated:
             at_end, self._demands.at_end = self._demands.at_end, None
             if at_end is not None and at_end(error):
                 return
+            # If gRPC's work is cancelled, the caller gets no status; so the stream ends after the response, unless the
+            # caller has not read that until the next check.
+            at_once = self._waits or self._ended_by is not None
             self._ended_by = error
-            # If gRPC's work is cancelled, the caller gets no status; the stream then ends after the response.
-            if self._task is not None and self._waits:
+            if self._task is not None and at_once:
                 self._task.cancel()
 
     async def _ended(self, begun: asyncio.Task[int], outcome: AuditOutcome) -> None:
@@ -329,8 +336,13 @@ class _Gated:
         """End the call with the status that its caller gets for `error`."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
-        peer, faults = context.peer(), self._gate.faults
-        answer = error if isinstance(error, MeridianError) else MeridianError(_internal(error))
+        self._note(error, context.peer())
+        _let_go(error)
+        await abort_with(context, error if isinstance(error, MeridianError) else MeridianError(_internal(error)))
+
+    def _note(self, error: Exception, peer: str) -> None:
+        """Log an error that ends the call, and count it if the caller causes it."""
+        faults = self._gate.faults
         if not isinstance(error, MeridianError):
             # An internal error. A caller may be able to cause it repeatedly, so its log lines are rate-limited.
             if faults.may_log(host_of(peer), "internal"):
@@ -338,8 +350,6 @@ class _Gated:
         elif error.status in CALLERS_FAULTS:
             level = logging.WARNING if self._kind() is Kind.ENGINE else logging.INFO
             faults.note(level, host_of(peer), error.code, f"{self._method} by {peer}: {error.code}: {_one_line(error)}")
-        _let_go(error)
-        await abort_with(context, answer)
 
 
 class _Messages:

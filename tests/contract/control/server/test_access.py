@@ -16,7 +16,7 @@ import jwt
 import pytest
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
-from meridian.v1 import fleet_pb2, policy_pb2
+from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 from typer.testing import CliRunner
 
 from meridian_agent.link import credentials as agent_credentials
@@ -425,6 +425,26 @@ async def test_a_caller_who_has_not_read_yet_learns_why_its_stream_ends(secured:
             grpc.StatusCode.PERMISSION_DENIED,
             '"viewer" has no role; meridian.v1.FleetService/WatchFleet needs viewer',
         )
+
+
+async def test_an_engine_that_never_reads_loses_its_stream_all_the_same(secured: Secured) -> None:
+    async with secured.channel("agent") as channel:
+        await RawEngine(channel, "agent").connect()
+        (gated,), (connection,) = secured.gate.streams, secured.fleet.connections
+        # gRPC takes some MiB for a caller who does not read.
+        large = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason="x" * (1 << 20)))
+        connection.say([large] * 7, secured.fleet.clock())
+        await until(lambda: connection.outgoing.qsize() == 3 and not gated._waits)
+        secured.access.write_text('[[identity]]\ncn = "admin"\nrole = "admin"\n')
+        await secured.gate.check_streams()
+        assert secured.gate.streams == {gated}
+        await secured.gate.check_streams()
+        await until(lambda: secured.fleet.stream_ends)
+    await secured.gate.settle()
+    assert not secured.gate.streams
+    assert secured.fleet.stream_ends == secured.gate.faults.counts == {"permission_denied": 1}
+    (record,) = await secured.gate.audit.list(10, None, [])
+    assert (record.method, record.outcome) == ("meridian.v1.AgentService/Connect", "PERMISSION_DENIED")
 
 
 async def test_a_link_whose_role_is_taken_away_comes_back_with_it(
