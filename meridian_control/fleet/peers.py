@@ -46,7 +46,7 @@ SILENT_SHARE = 0.1
 PATIENT_S = 10.0
 # Seconds between two attempts to record from replicas that do not send records yet.
 LOOK_S = 1.0
-# Seconds after which a replica that has refused a recording is asked again: each refusal is an audit record there.
+# Least number of seconds between two requests for a recording that a replica refuses: each is an audit record there.
 REFUSED_S = 60.0
 NAMES = tls_look.Names("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY")
 REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
@@ -241,6 +241,8 @@ class Peers:
 
     async def _relay_one(self, peer: Peer, recording: Recording, begun: asyncio.Event) -> None:
         request = fleet_pb2.RecordTraceRequest(engine_id=recording.engine_id, local_only=True)
+        # A replica also ends a long recording with a refusal, once the token with which it began has expired.
+        ask_again_at = asyncio.get_running_loop().time() + REFUSED_S
         call: Any = peer.fleet.RecordTrace(request)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -254,7 +256,7 @@ class Peers:
                 recording.overflow()
             replica_id = peer.replica.replica_id
             if error.code() in REFUSED:
-                self._refused_until[replica_id] = asyncio.get_running_loop().time() + REFUSED_S
+                self._refused_until[replica_id] = ask_again_at
             if replica_id not in self._not_recording:
                 self._not_recording.add(replica_id)
                 logger.warning("replica %s does not record: %s: %s", replica_id, error.code(), error.details())

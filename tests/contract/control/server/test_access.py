@@ -20,14 +20,20 @@ from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 from typer.testing import CliRunner
 
 from meridian_agent.link import credentials as agent_credentials
+from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.cli.main import app
 from meridian_control.common.client_credentials import ClientCredentials
+from meridian_control.fleet import peers
+from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.membership import Replica
+from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.server.roles import OPEN, OUTLIVES_S, RULES, Role, rule_of
 from tests.certificates import DAY, Authority
 from tests.contract.clients import Clients
 from tests.contract.raw_engine import RawEngine
 from tests.contract.secured import ACCESS, DENIED, METHODS, ROLES, Secured, code_of, securing
 from tests.fakes.agent import hello
+from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import Control, wait_for
 
@@ -501,6 +507,31 @@ async def test_an_engine_whose_token_has_expired_is_sent_away_and_comes_back_wit
 
 
 # ---------------------------------------------------------------------------------------------------------- replicas
+
+
+async def test_a_recording_goes_on_with_the_replicas_new_token(
+    by_token: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording may last for longer than the token with which the replica began to ask for it."""
+    file = by_token.folder / "replica-token"
+    file.write_text(token(role="operator"))
+    live = [Replica("other", by_token.target)]
+    shows = ClientCredentials(ca=str(by_token.authority.file), token_file=str(file))
+    replicas = peers.Peers(lambda: live, shows)
+    whole = WholeFleet(Fleet(utc_now, capabilities=CAPABILITIES), "asking", replicas, lambda: True)
+    monkeypatch.setattr(peers, "CALL_TIMEOUT_S", 120.0)
+    # The recording began long ago.
+    monkeypatch.setattr(peers, "REFUSED_S", 0.0)
+    async with whole.recording("", local_only=False) as recording:
+        (gated,) = await until(by_token.gate.streams.copy)
+        assert not recording.unreachable
+        monkeypatch.setattr(peers, "REFUSED_S", 3600.0)
+        expired = token(role="operator", exp=time.time() - OUTLIVES_S - 60)
+        shown: Any = (("authorization", f"Bearer {expired}"),), {}, "ipv4:127.0.0.1:1"
+        monkeypatch.setattr(gated, "_shown", shown)
+        await by_token.gate.check_streams()
+        await until(lambda: by_token.gate.streams - {gated} and not recording.unreachable)
+    await replicas.close()
 
 
 def test_replicas_know_each_other_by_certificate(
