@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Sequence, Set
     from datetime import datetime
 
     from meridian_control.fleet.fleet import Fleet
@@ -30,6 +30,9 @@ SHARE, MORE = 1.25, 8
 AT_ONCE = 0.1
 # Time for which an engine stays that was sent away.
 STAYS = timedelta(minutes=30)
+# Number of engines after which nobody else is sent away for that time, if this share of them came back: their agents
+# know no other replica, or reach none.
+IN_VAIN, CAME_BACK = 8, 0.9
 
 
 class Balance:
@@ -42,6 +45,8 @@ class Balance:
         self._fleet, self._others = fleet, others
         # When engine processes were sent away, the earliest first, by engine id and incarnation.
         self._sent: dict[tuple[str, str], datetime] = {}
+        # Whether nearly all of them came back, which the log has.
+        self._in_vain = False
 
     async def run(self) -> None:
         """Look every LOOK_S seconds until cancelled."""
@@ -58,7 +63,10 @@ class Balance:
         mean = (own + sum(others)) / (1 + len(others))
         if own <= SHARE * mean + MORE:
             return
-        may_go = [connection for connection in fleet.connections if connection.session.identity not in self._sent]
+        open_streams = [connection for connection in fleet.connections if not connection.closing]
+        if self._sends_in_vain({connection.session.identity for connection in open_streams}):
+            return
+        may_go = [connection for connection in open_streams if connection.session.identity not in self._sent]
         may_go.sort(key=lambda connection: (connection.session.table.slots().size, random.random()))
         going = may_go[: math.ceil(AT_ONCE * own)]
         for connection in going:
@@ -66,3 +74,12 @@ class Balance:
             fleet.send_away(connection, "another replica has fewer engines")
         if going:
             logger.info("%d of %d engines are sent to other replicas: the mean is %.1f", len(going), own, mean)
+
+    def _sends_in_vain(self, here: Set[tuple[str, str]]) -> bool:
+        """Return whether nearly all engines that were sent away are here again."""
+        back, sent, was = len(self._sent.keys() & here), len(self._sent), self._in_vain
+        self._in_vain = sent >= IN_VAIN and back >= CAME_BACK * sent
+        if self._in_vain and not was:
+            text = "%d of %d engines that were sent away came back: do agents reach other replicas?"
+            logger.warning(text, back, sent)
+        return self._in_vain

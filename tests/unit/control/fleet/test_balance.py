@@ -78,12 +78,25 @@ def test_few_engines_and_unknown_replicas_move_nobody() -> None:
     assert not spread.minute(), "a replica of an older version may have any number"
 
 
-def test_engines_that_know_no_other_replica_are_sent_away_once_in_a_while() -> None:
-    spread = Spread((60, 0), pinned=True)
-    stays = STAYS // timedelta(minutes=1)
-    first = [engine for _ in range(stays) for engine in spread.minute()]
-    assert len(first) == len(set(first)) == 60
-    assert len(spread.minute()) == 6
+def test_few_engines_that_know_no_other_replica_are_sent_away_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    """As also if a replica lives that agents do not reach: each end of a stream costs a part of what is known."""
+    spread, stays = Spread((60, 0), pinned=True), STAYS // timedelta(minutes=1)
+    sent = [spread.minute() for _ in range(stays)]
+    assert [len(engines) for engines in sent] == [6, 6] + [0] * (stays - 2)
+    assert len({*sent[0], *sent[1]}) == 12
+    assert [record.getMessage() for record in caplog.records] == [
+        "12 of 12 engines that were sent away came back: do agents reach other replicas?"
+    ]
+    assert [len(spread.minute()) for _ in range(3)] == [6, 6, 0]
+
+
+def test_an_engine_whose_stream_ends_anyway_is_not_sent_away() -> None:
+    spread = Spread((40, 0))
+    (fleet, _), reasons = spread.fleets, ["overflow"] * 36
+    for connection, reason in zip(fleet.connections, reasons, strict=False):
+        connection.close(reason)
+    spread.balances[0].look()
+    assert [c.closing for c in fleet.connections] == [*reasons, *["going_away"] * 4]
 
 
 def test_engines_without_requests_go_first() -> None:
