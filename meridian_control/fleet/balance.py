@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 60.0
 # A replica with at most this share of the mean, and these engines more, has not too many. Engines that choose at random
 # spread about as far.
-SHARE, MORE = 1.25, 8
+SHARE, MORE = 1.25, 4
 # Largest share of a replica's engines that one look sends away: each sends a snapshot to its new replica.
 AT_ONCE = 0.1
 # Time for which an engine stays that was sent away.

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 async def test_a_replica_that_is_added_gets_engines(replicated: Replicated) -> None:
-    """24 engines of one replica are too many beside one without engines, and 21 are not."""
+    """12 engines of one replica are too many beside one without engines, and 10 are not."""
     one = await replicated.started()
     async with AsyncExitStack() as open_, client(one) as asked:
         channel = await open_.enter_async_context(grpc.aio.insecure_channel(one.target))
-        for number in range(24):
+        for number in range(12):
             await RawEngine(channel, f"e{number}").welcomed()
         await replicated.started()
-        await until(lambda: "3 of 24 engines are sent to other replicas: the mean is 12.0" in one.log())
-        assert len(await asked.connected()) == 21
+        await until(lambda: "2 of 12 engines are sent to other replicas: the mean is 6.0" in one.log())
+        assert len(await asked.connected()) == 10
