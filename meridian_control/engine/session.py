@@ -94,6 +94,8 @@ class Session:
         self.gauges: agent_pb2.StepReport | None = None
         self.reported_at: datetime | None = None
         self._journal = journal
+        if journal is not None:
+            journal.is_frozen = self.freezing.frozen
         self._policies = EffectivePolicies(self.table, hello, self.shadow)
         self._ledger = Ledger(self.table, self._policies, self.totals, self.shadow, journal)
         self._stream = Stream(

@@ -38,8 +38,13 @@ FINISH_NAMES = {
 }
 
 
+# Kinds of the events between which an engine is frozen.
+FREEZE = "frozen", "thawed"
+
+
 class Journal:
-    """Writes the events of one session. `now` is the time of the message that the session is handling."""
+    """Writes the events of one session. `now` is the time of the message that the session is handling. `is_frozen`:
+    whether the agent has said that the engine is frozen."""
 
     def __init__(self, log: DecisionLog, engine_id: str, incarnation: str, session_id: str, now: datetime) -> None:
         self._log, self._engine_id, self._incarnation, self._session_id = log, engine_id, incarnation, session_id
@@ -47,7 +52,7 @@ class Journal:
         self._lives: dict[int | None, Life] = {}
         # The lives from before a snapshot of which only a part is taken in.
         self._before: dict[int | None, Life] = {}
-        self._is_frozen = False
+        self.is_frozen, self._freezes = False, ""
         # Place of the newest report's events in the order of the log.
         self._report_number = 0
 
@@ -61,6 +66,7 @@ class Journal:
         life.think_tokens, life.output_tokens = opened.think_tokens, opened.output_tokens
         self._log.begin_life(life)
         self._lives[opened.slot] = life
+        self._turn(life, FREEZE, self.is_frozen, self._freezes)
 
     def begin_snapshot(self) -> None:
         """Begin to update the lives from a snapshot."""
@@ -77,6 +83,8 @@ class Journal:
         if life.session_id != self._session_id:
             life.session_id = self._session_id
             self._note(life, "stream_back", opened.phase)
+        # The engine may have been frozen or thawed since the stream before.
+        self._turn(life, FREEZE, self.is_frozen, self._freezes)
 
     def end_snapshot(self) -> Sliced[None]:
         """Close the lives of the requests that the snapshot does not list."""
@@ -109,8 +117,10 @@ class Journal:
     def turned(self, slot: int, turns: tuple[str, str], is_on: bool, detail: str) -> None:
         """Note that something holds for a request from now on, or no longer, if that is new. turns: the kinds of both
         events; a life without one begins with what the second says."""
-        if (life := self._lives.get(slot)) is None:
-            return
+        if (life := self._lives.get(slot)) is not None:
+            self._turn(life, turns, is_on, detail)
+
+    def _turn(self, life: Life, turns: tuple[str, str], is_on: bool, detail: str) -> None:
         newest = next((event.kind for event in reversed(life.events) if event.kind in turns), turns[1])
         if newest != (kind := turns[not is_on]):
             self._note(life, kind, agent_pb2.PHASE_UNSPECIFIED, detail)
@@ -118,11 +128,9 @@ class Journal:
     def frozen(self, is_frozen: bool, why: str) -> Sliced[None]:
         """Note in all lives that the engine is frozen from now on, or that it has thawed, if that is new. why: the
         freezes."""
-        if is_frozen == self._is_frozen:
-            return
-        self._is_frozen = is_frozen
+        self.is_frozen, self._freezes = is_frozen, why
         for count, life in enumerate(list(self._lives.values()), 1):
-            self._note(life, "frozen" if is_frozen else "thawed", agent_pb2.PHASE_UNSPECIFIED, why)
+            self._turn(life, FREEZE, is_frozen, why)
             if not count % SLICE_ROWS:
                 yield
 

@@ -24,7 +24,16 @@ from meridian_control.journal.messages import explain_request, list_decisions, n
 from meridian_control.journal.request_ids import sampled
 from tests.fakes.engine import START, TEXT
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, NOW, Stream, each_token_ends_a_sentence, reconnected, stream
+from tests.unit.sessions import (
+    CALIBRATED,
+    EARLY,
+    NOW,
+    Stream,
+    each_token_ends_a_sentence,
+    freezes,
+    reconnected,
+    stream,
+)
 
 
 def life(made: Stream, request_id: str = "a", engine_id: str = "") -> fleet_pb2.RequestLife:
@@ -300,13 +309,39 @@ def test_a_life_shows_that_its_engine_was_frozen_and_by_whom() -> None:
     made.step(5)
     until = made.now + timedelta(1)
     both = tuple(Freeze(number, Match(), "ann", "incident", made.now, until) for number in (1, 2))
-    for freezes in (both[:1], both, ()):
-        made.deliver(made.session.on_freezes(freezes, made.now))
+    for listed in (both[:1], both, ()):
+        made.deliver(made.session.on_freezes(listed, made.now))
         made.pump()
     made.step(5)
     said = [(event.kind, event.detail) for event in life(made).events if event.kind in ("frozen", "thawed")]
     assert said == [("frozen", "freeze 1 by ann: incident"), ("thawed", "")]
     assert "agent off or frozen" in outcome_text("cap", decisions(made, kind="cap")[-1].outcome)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_freeze_ends_in_a_life_although_its_stream_was_lost_meanwhile(stays: bool) -> None:
+    """stays: whether the engine is still frozen when the next stream begins."""
+    made = stream(policy(scheduler=EARLY))
+    made.open("a", think=60)
+    made.step(2)
+    freezes(made)
+    made.open("b", think=60)
+    made.step(2)
+    at_once(made.session.closing(made.now))
+    said = {"freeze": agent_pb2.FreezeStatus(frozen=stays)}
+    again = Stream(session_id="t", log=made.log, now=made.now, hello_fields=said)
+    (thaw,) = again.session.on_freezes((), again.now)
+    for message in (
+        {"snapshot": made.agent.snapshot()},
+        {"freeze_status": agent_pb2.FreezeStatus(nonce=thaw.freeze.nonce)},
+        {"step": agent_pb2.StepReport(step=9, steps=1, opened=[agent_pb2.RequestOpened(slot=9, request_id="c")])},
+    ):
+        again.session.on_message(agent_pb2.ConnectRequest(**message), again.now)
+    wanted = ["frozen", "stream_lost", "stream_back", "thawed"]
+    for name in "ab":
+        told = [event.kind for event in life(again, name).events]
+        assert [kind for kind in told if kind in wanted] == wanted
+    assert not {"frozen", "thawed"}.intersection(kinds(life(again, "c")))
 
 
 def test_each_input_of_a_streaming_session_has_a_life_of_its_own() -> None:
