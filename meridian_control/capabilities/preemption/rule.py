@@ -41,5 +41,6 @@ def victims(
 
 
 def waits_for(running: int, max_running: int) -> str:
-    """Return the reason for which requests wait. running, max_running: requests that the engine runs, and may run."""
-    return NO_PLACE if running >= max_running else NO_KV_BLOCKS
+    """Return the reason for which requests wait. running, max_running: requests that the engine runs, and may run, 0
+    if that is not known."""
+    return NO_PLACE if 0 < max_running <= running else NO_KV_BLOCKS

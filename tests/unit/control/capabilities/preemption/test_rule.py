@@ -44,4 +44,4 @@ def test_those_that_may_preempt_are_preempted_last() -> None:
 
 
 def test_why_a_request_waits() -> None:
-    assert (waits_for(8, 8), waits_for(7, 8)) == (NO_PLACE, NO_KV_BLOCKS)
+    assert (waits_for(8, 8), waits_for(7, 8), waits_for(8, 0)) == (NO_PLACE, NO_KV_BLOCKS, NO_KV_BLOCKS)
