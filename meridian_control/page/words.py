@@ -51,12 +51,14 @@ def end_time(decision: fleet_pb2.LoggedDecision) -> Timestamp:
 
 def end_row(decision: fleet_pb2.LoggedDecision) -> dict[str, Any]:
     """Return the row of a decision that ended thinking."""
+    # The agent has a note on the end if not the cap itself, but its answer reserve acted.
+    is_reserve = decision.kind == "cap" and bool(decision.detail)
     return {
         "key": f"{decision.session_id} {decision.decision_id}",
         "time": end_time(decision).ToJsonString(),
         "engine": decision.engine_id,
         "request": decision.request_id,
-        "reason": end_text(decision.reason),
+        "reason": "answer reserve" if is_reserve else end_text(decision.reason),
         "think_tokens": decision.outcome_think_tokens or decision.signals.think_tokens,
         "outcome": outcome_text(decision.kind, decision.outcome, decision.shadow),
         "level": "bad" if decision.outcome == agent_pb2.OUTCOME_REFUSED else "",

@@ -18,7 +18,10 @@ from meridian.v1 import agent_pb2, fleet_pb2
 from meridian_agent.core.live_request import LiveRequest
 from meridian_agent.engine.lifecycle import Lifecycle
 from meridian_agent.link.control_stream import ControlStream
+from meridian_control.engine.decision_ledger import CARRIED_OUT
 from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.journal.messages import decision_message
+from meridian_control.page.words import end_row
 from meridian_control.policy.model import Policy
 from tests.sim.engine import Script, Shape, mix, words
 from tests.sim.inject import Fault
@@ -91,6 +94,23 @@ def test_a_cap_in_the_first_step_of_an_idle_engine_that_schedules_ahead(cap: int
         (plant,) = world.plants
         plant.open("a", [start], Script(1, think_mean=1000, answer_mean=5, restless=False), {CAP: cap})
     assert plant.engine.model.tokens["a"].index(end) == 1 + cap
+
+
+@pytest.mark.parametrize("section", ["shadow", "in force"])
+def test_an_end_by_the_answer_reserve_is_not_said_to_be_a_cap_that_was_reached(section: str) -> None:
+    """With its closing text the thinking that the reserve ends is longer than the cap."""
+    start, *_ = words()
+    scheduler = {"max_think_tokens": 13, "answer_reserve_tokens": 3, "answer_reserve_for": "all", "min_think_tokens": 0}
+    sections = {"scheduler": scheduler | {"shadow": section == "shadow"}, "entropy": {"enabled": False}}
+    held = Policy.model_validate(sections | {"model": {"m": {"closing_text": "Wait ."}}})
+    with started(Shape(places=8, blocks=200), held) as world:
+        (plant,) = world.plants
+        for name, most, stops in (("cap", 100, 0), ("reserve", 16, 0), ("stop", 100, 8)):
+            plant.open(name, [start], Script(1, 1000, 5, restless=False, max_tokens=most, stops=stops), {})
+    assert world.server.fleet is not None
+    told = map(decision_message, world.server.fleet.decisions.decisions("cap"))
+    reasons = {one.request_id: end_row(one)["reason"] for one in told if one.outcome in CARRIED_OUT}
+    assert reasons == {"cap": "cap reached", "reserve": "answer reserve", "stop": "answer reserve"}
 
 
 def test_a_request_that_thinks_anew_within_its_drafts_is_held_to_its_cap() -> None:
