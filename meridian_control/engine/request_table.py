@@ -28,6 +28,7 @@ from meridian_control.common.table_columns import (
     ROW_WORDS,
     SIGNAL_COLUMNS,
     SIGNAL_ROW,
+    UNRANKED,
     UNTOLD,
     Columns,
     place_of,
@@ -44,6 +45,7 @@ from meridian_control.engine.history import (
 )
 from meridian_control.engine.token_rows import (
     FLAG_BOUNDARY,
+    FLAG_END,
     FLAG_GOES_ON,
     NO_INTERVALS,
     TAKE_BACK_SHIFT,
@@ -309,6 +311,9 @@ class RequestTable(Columns):
             self.history.ends = values_at_ends(self.history, known, before, width)
             # If a slot occurs several times, NumPy keeps the values that are written last, which are the newest.
             self._end_words[slot] = self.history.ends.newest
+        if rows.flags_seen & FLAG_END:
+            # The agent drops a rank with each phase, also if the request is back in that phase within the report.
+            self.ranked_phase[rows.slot[(rows.flags & FLAG_END) != 0]] = UNRANKED
         newest[:, PHASE] = rows.phase_after.take(last)
         newest[:, NEWEST_TOKEN] = token_kinds(rows, last)
         numbers[:, NEWEST_SIGNALS] = rows.newest_signals()

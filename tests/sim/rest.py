@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meridian_agent.core.directives import ORDER
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.step_record import StepRecord
 
@@ -43,6 +44,20 @@ def sides_agree(engine: Engine, link: SteppedLink, session: Session) -> None:
     if not link.inbox.messages:
         told, kept = set(session.open_decisions), _kept_decisions(engine.agent)
         assert told == kept, f"decisions {sorted(told ^ kept)} wait on one side only: {sorted(kept)} in the engine"
+        if not (engine.agent.frozen or session.frozen or session.freezing.void or engine.agent._lapsed & ORDER):
+            _ranks_agree(tracker.by_id.values(), session)
+
+
+def _ranks_agree(live: Iterable[Any], session: Session) -> None:
+    """Check that each request that is ranked has on the agent the rank that the control plane has decided last."""
+    table, policy = session.table, session.policy
+    if policy is None or not policy.scheduler.enabled or policy.scheduler.strategy == "stock":
+        return
+    for one in live:
+        decided, phase = int(table.rank[one.slot]), one.own_state.phase
+        is_ranked = decided >= 0 and (one.rank is not None or phase == table.ranked_phase[one.slot])
+        has, name = one.effective_rank, one.info.request_id
+        assert not is_ranked or has == decided, f"{name} has rank {has}, not {decided}"
 
 
 def _counts(live: Any) -> tuple[int, str, int, int]:

@@ -12,10 +12,12 @@ from meridian.v1 import agent_pb2
 from meridian_control.capabilities.gateway.stream import REFUSED_TOTAL
 from meridian_control.engine import effective_policies
 from meridian_control.engine.effective_policies import ROOM
+from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.step_cost import WARM_STEPS
+from meridian_control.engine.token_rows import FLAG_END, FLAG_MARKER
 from tests.fakes.agent import Script
 from tests.fakes.engine import TEXT
-from tests.fakes.tables import policy
+from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import (
     CALIBRATED,
     EARLY,
@@ -416,3 +418,23 @@ def test_admission_is_held_while_an_answer_waits_for_memory(shadow: bool) -> Non
     made.agent.preempt("answer", waits=False)
     made.step()
     assert shadow or (made.agent.checker.plan is not None and made.agent.checker.plan[2] is False)
+
+
+# --------------------------------------------------------------------------------------------------------------- order
+
+
+def test_a_request_that_answers_and_thinks_again_within_a_report_is_ranked_anew() -> None:
+    """The agent has dropped the rank with each phase; without a new one the request would come after all others."""
+    made = stream(policy(scheduler=EARLY | {"strategy": "reasoning_first"}))
+    opened = [agent_pb2.RequestOpened(slot=0, request_id="a", phase=THINK)]
+
+    def said(steps: int, *rows: tuple[int, int], **fields: Any) -> list[tuple[int, int]]:
+        columns = tokens((0, phase, flags, math.nan) for phase, flags in rows)
+        report = agent_pb2.StepReport(step=made.session._ledger.step + steps, steps=steps, tokens=columns, **fields)
+        responses = made.session.on_message(agent_pb2.ConnectRequest(step=report), made.now)
+        plans = [response.directives.plan for response in responses]
+        return [row for plan in plans for row in zip(plan.slot, plan.rank, strict=True)]
+
+    assert said(1, (THINK, 0), opened=opened) == [(0, 0)]
+    assert said(4, (THINK, FLAG_MARKER | FLAG_END), (OUTPUT, 0), (THINK, FLAG_MARKER), (THINK, 0)) == [(0, 0)]
+    assert said(1, (THINK, 0)) == []
