@@ -78,7 +78,7 @@ class Controller:
             self.hold = min(MAX_HOLD, 2 * self.hold) if self.fell else self.hold
             self.fell, self.room = False, 0
             self.level = min(MAX_LEVEL, self.level + (2 if max(missed) > FAR else 1))
-        elif all(reading.ratio <= ROOM for reading in readings if reading.samples):
+        elif all(reading.measured <= ROOM * reading.limit for reading in readings if reading.samples):
             self.room += 1
             if self.level and self.room >= self.hold:
                 self.level, self.room, self.fell = self.level - 1, 0, True

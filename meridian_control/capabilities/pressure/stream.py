@@ -28,6 +28,8 @@ from meridian_control.capabilities.pressure.rule import (
 from meridian_control.capabilities.pressure.window import DECIMALS, Window
 from meridian_control.common.slices import at_once
 from meridian_control.common.table_columns import ANSWER_TOKEN, NO_TOKEN, THINK_END
+from meridian_control.engine.merged_steps import step_of
+from meridian_control.engine.moments import changes_at_steps
 from meridian_control.engine.part import Part
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.shortening import UNSHORTENED, matching
@@ -249,10 +251,13 @@ class EnginePressure(Part):
             self._take_answers()
         if report.HasField("joined"):
             self._add("queueing_p99_ms", *table.joined)
-        for slot in report.preempted:
-            if table.holds(slot) and table.phase[slot] == OUTPUT and not self._hit[slot]:
+        steps = step_of(report, "preempted", len(report.preempted))
+        for change in changes_at_steps(table, "preempted", report.preempted, steps):
+            slot = change.slot
+            if change.phase == OUTPUT and not self._hit[slot]:
                 self._hit[slot] = True
-                for window in self._windows_of(slot):
+                # An answer that has not begun counts, and counts as preempted, once it begins.
+                for window in self._windows_of(slot) if self._answered[slot] else ():
                     window.preempted += 1
 
     def _take_back_answers(self) -> None:
@@ -279,6 +284,7 @@ class EnginePressure(Part):
         for slot in begins.tolist():
             for window in self._windows_of(slot):
                 window.answers += 1
+                window.preempted += bool(self._hit[slot])
         intervals = table.intervals
         slots = rows.slot[intervals.row]
         for target, kind in (("output_itl_p99_ms", ANSWER_TOKEN), ("ttot_p99_ms", THINK_END)):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meridian_control.capabilities.pressure.rule import Reading
+from meridian_control.capabilities.pressure.rule import FAR, ROOM, Reading
 from meridian_control.common.histogram import Histogram
 from meridian_control.policy.shortening_schema import TARGETS
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from meridian_control.policy.shortening_schema import PressurePolicy
 
 SHARE = 0.99
-# Bounds of a target's histogram, as multiples of the limit. The limit is a bound, so that it is known exactly whether
-# the quantile exceeds it; the measured value itself is rounded up to the next bound.
-STEP, BOUNDS_BELOW, BOUNDS_ABOVE = 1.1, 48, 48
-RATIOS = STEP ** np.arange(-BOUNDS_BELOW, BOUNDS_ABOVE + 1, dtype=np.float64)
+# Bounds of a target's histogram, as multiples of the limit. All values that levels depend on are bounds, so that it is
+# known exactly whether the quantile exceeds them; the measured value itself is rounded up to the next bound.
+STEP, BOUNDS_BELOW, BOUNDS_ABOVE = 1.1, 48, 128
+RATIOS = np.union1d(STEP ** np.arange(-BOUNDS_BELOW, BOUNDS_ABOVE + 1, dtype=np.float64), (ROOM, FAR))
 # Times are rounded to whole microseconds, so that one that meets its limit exactly does not exceed it by an error of
 # floating-point arithmetic.
 DECIMALS = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from meridian_control.capabilities.pressure.rule import (
@@ -18,7 +19,9 @@ from meridian_control.capabilities.pressure.rule import (
     stage_at,
     worst,
 )
+from meridian_control.capabilities.pressure.window import Window
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.policy.shortening_schema import PressurePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,6 +53,17 @@ def test_each_level_shortens_more_and_those_that_gain_least_first() -> None:
         (FLOOR, LOWER_CAP),
         (FLOOR, FLOOR),
     ]
+
+
+@pytest.mark.parametrize(
+    ("share", "level", "room"), [(0.75, 0, 1), (0.76, 0, 0), (1.01, 1, 0), (2.0, 1, 0), (2.01, 2, 0), (5e4, 2, 0)]
+)
+def test_values_within_the_width_of_a_bucket_of_what_levels_depend_on(share: float, level: int, room: int) -> None:
+    window, controller = Window(PressurePolicy(name="chat", ttot_p99_ms=200), 0.0), Controller()
+    window.add_times("ttot_p99_ms", np.full(MIN_SAMPLES, 200.0 * share))
+    (reading,) = readings = window.readings({})
+    assert (controller.judge(readings), controller.room) == (level, room)
+    assert 200 * share <= reading.measured <= 1.1 * 200 * share
 
 
 def test_the_level_rises_every_second_window_and_faster_far_above_the_limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.common.decision_words import why
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
-from meridian_control.engine.token_rows import FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
+from meridian_control.engine.token_rows import FLAG_END, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
 from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import CALIBRATED, Stream, aborts, opens, play, stream
 
@@ -338,8 +339,28 @@ ANSWERED = {"phase": OUTPUT, "think_tokens": 5, "output_tokens": 50}
 WAITING = rows(24)
 for waits in WAITING[:12]:
     waits.queued = True
+# A snapshot of answers and of one request that has none yet, which then is preempted in the first of several steps.
+BEFORE_ANSWER = [*rows(20, **ANSWERED), agent_pb2.RequestOpened(slot=20, request_id="r20", think_tokens=5)]
+THREE_STEPS: dict[str, Any] = {"step_time_ms": [1] * 3, "prefill_tokens": [0] * 3, "age_ms": [200, 100, 0]}
+ANSWERS_THEN: dict[str, Any] = {
+    "tokens": tokens([(20, THINK, FLAG_MARKER | FLAG_END, math.nan), (20, OUTPUT, 0, math.nan)]),
+    "merged": agent_pb2.StepColumns(rows=[0, 1, 1], preempted=[1, 0, 0], **THREE_STEPS),
+    "closed": [agent_pb2.RequestClosed(slot=20)],
+}
+
+
+def before_answer(phase: agent_pb2.Phase.ValueType) -> Act:
+    BEFORE_ANSWER[-1].phase = phase
+    return snapshot(*BEFORE_ANSWER)
+
+
 FIRST_WINDOW: dict[str, tuple[tuple[Act, ...], dict[str, tuple[int, float]]]] = {
     "answers of a snapshot": ((snapshot(*rows(20, **ANSWERED)), says(preempted=[3])), {PREEMPTED: (20, 1 / 20)}),
+    "none that thought when it was preempted, and answers by the end of the report": (
+        (before_answer(THINK), says(steps=3, preempted=[20], **ANSWERS_THEN)),
+        {PREEMPTED: (21, 0), "ttot_p99_ms": (1, 100)},
+    ),
+    "none of an answer that has not begun": ((before_answer(OUTPUT), says(preempted=[20])), {PREEMPTED: (20, 0)}),
     "none of requests from before the stream": ((snapshot(*rows(1, phase=THINK, think_tokens=5)),), {}),
     # A request that waits counts with the time so far. An older agent does not say that requests wait in the queue.
     "requests that wait": ((says(opened=rows(12)),), dict.fromkeys(("ttft_p99_ms", "ttfvt_p99_ms"), (12, 1100))),
