@@ -20,6 +20,8 @@ NO_END, NATURAL_END, FORCED_END = range(3)
 
 # Values of `max_think_tokens` and `rank` without a number: nothing was decided yet, or the request has no cap.
 UNTOLD, NO_CAP = -1, -2
+# Value of `probed_tokens` before the first probe; with any interval it is below every number of tokens.
+NOT_PROBED = -(1 << 40)
 # Value of `ranked_phase` before the first rank is decided: the agent ranks the request by its phase.
 UNRANKED = 255
 
@@ -77,9 +79,9 @@ class Columns:
     eat_count: NDArray[np.int64] = column(np.int64, 0)
     # Thinking tokens at which the newest EAT sample was measured.
     eat_think_tokens: NDArray[np.int64] = column(np.int64, 0)
-    # Thinking tokens at which the next EAT probe is due; whether a probe has no outcome yet, because a request has one
-    # probe at a time.
-    next_probe_tokens: NDArray[np.int64] = column(np.int64, 0)
+    # Thinking tokens at which the newest EAT probe was asked for; whether a probe has no outcome yet, because a request
+    # has one probe at a time.
+    probed_tokens: NDArray[np.int64] = column(np.int64, NOT_PROBED)
     probe_open: NDArray[np.bool_] = column(bool, False)
     # Thinking tokens at which a probe near the cap may be asked for.
     next_cap_probe_tokens: NDArray[np.int64] = column(np.int64, 1)

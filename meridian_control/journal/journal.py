@@ -162,7 +162,9 @@ class Journal:
             values = TokenCounts(seen.think_tokens.take(indices), seen.output_tokens.take(indices))
         else:
             values = tuple(map(seen.packed_row, indices))
-        self._log.add_probes(probes, self._lives, self._circumstances(probes[0], values, seen, behind))
+        under = self._circumstances(probes[0], values, seen, behind)
+        before = seen.probed_tokens.take(indices)
+        self._log.add_probes(probes, self._lives, under._replace(probed_tokens=before))
 
     def _circumstances(
         self, first: Decision, values: tuple[bytes, ...] | TokenCounts, seen: Seen, behind: Behind

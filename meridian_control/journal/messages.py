@@ -313,7 +313,10 @@ def _probe(decision: Decision, policy: Policy) -> Iterator[Compared]:
     signal, value, operator, name, floor = _floor(decision, policy)
     if only_gives_up(policy.entropy) and value >= (late := policy.entropy.give_up_tokens) - lead and late > floor:
         name, floor = decision.path_of("entropy", "give_up_tokens"), late
-    yield signal, value, operator, f"{name} - warm-up", max(0, floor - lead)
+    name, limit = f"{name} - warm-up", max(0, floor - lead)
+    if (due := decision.probed_tokens + policy.entropy.eat_probe_interval_tokens) > limit:
+        name, limit = f"probe before + {decision.path_of('entropy', 'eat_probe_interval_tokens')}", due
+    yield signal, value, operator, name, limit
     if gate := policy.entropy.eat_probe_max_rank:
         rank = decision.signals.boundary_ranks[0]
         yield "boundary_ranks[0]", rank, "<=", decision.path_of("entropy", "eat_probe_max_rank"), gate

@@ -11,7 +11,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.common.opened_request import OPENED_BYTES
-from meridian_control.common.table_columns import RANK_HISTORY, SIGNAL_COLUMNS, SIGNAL_ROW
+from meridian_control.common.table_columns import NOT_PROBED, RANK_HISTORY, SIGNAL_COLUMNS, SIGNAL_ROW
 from meridian_control.journal.request_ids import is_called
 from meridian_control.policy.shortening_kinds import Kind
 
@@ -49,6 +49,9 @@ class Seen(Protocol):
 
     @property
     def output_tokens(self) -> NDArray[np.int64]: ...
+
+    @property
+    def probed_tokens(self) -> NDArray[np.int64]: ...
 
     def packed_row(self, index: int) -> bytes:
         """Return the signals of one request, packed as SIGNAL_ROW has them."""
@@ -193,7 +196,8 @@ class Circumstances(NamedTuple):
 
     number: place in the order of the log. first_id: id of the first of these decisions; their ids are consecutive.
     seen: the values that their rule saw, for each decision: rows packed as SIGNAL_ROW has them, or token counts.
-    window_tokens: length of the entropy window.
+    window_tokens: length of the entropy window. probed_tokens: for each probe the thinking tokens at the EAT probe
+    before it.
     """
 
     number: int
@@ -203,6 +207,7 @@ class Circumstances(NamedTuple):
     behind: Behind
     seen: tuple[bytes, ...] | TokenCounts
     window_tokens: int
+    probed_tokens: NDArray[np.int64] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -305,6 +310,12 @@ class Decision:
         """The details of the decision, from the capability that made it and from the one whose entry led to it."""
         by_entry = self.under.behind.detail if self.shortening is not None else None
         return [detail for detail in (self.own_detail, by_entry) if detail is not None]
+
+    @property
+    def probed_tokens(self) -> int:
+        """The thinking tokens at the EAT probe before this one; NOT_PROBED if there was none or this is no probe."""
+        before, index = self.under.probed_tokens, self.decision_id - self.under.first_id
+        return NOT_PROBED if before is None else int(before[index])
 
     @property
     def signals(self) -> Signals:

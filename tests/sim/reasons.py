@@ -28,6 +28,8 @@ ENTRY = re.compile(r"(budget|pressure) (\S+) in stage (\w+)")
 KINDS, WITHOUT = ("force", "cap", "probe"), ("operator", "lifted", "harm")
 FLOOR, CAP = ("scheduler", "min_think_tokens"), ("scheduler", "max_think_tokens")
 DEFAULT_CAP = 32768
+# Begins the name of the limit of a probe that follows another; the tokens of the other one are not known here.
+PROBE_BEFORE = "probe before + "
 
 
 def check(session: Session, decision: Decision) -> None:
@@ -82,7 +84,8 @@ class _Limits:
             return max(0, self._one(base) - samples * entropy["eat_probe_interval_tokens"])
         if name.startswith(("max_think_tokens - ", "pressure ")) and not ENTRY.fullmatch(name):
             return None
-        return sum(map(self._one, name.split(" + ")))
+        limits = sum(map(self._one, name.removeprefix(PROBE_BEFORE).split(" + ")))
+        return None if name.startswith(PROBE_BEFORE) else limits
 
     def _one(self, name: str) -> Any:
         own = {"own min_think_tokens": self.info.min_think_tokens, "own max_think_tokens": self.info.max_think_tokens}

@@ -112,7 +112,7 @@ def _probed_from(policy: Policy, table: RequestTable) -> NDArray[np.int64]:
     if only_gives_up(policy.entropy):
         # The control group needs earlier probes, because they judge the other rules.
         since = np.where(table.control, since, np.maximum(since, policy.entropy.give_up_tokens - lead))
-    return np.maximum(since, table.next_probe_tokens)
+    return np.maximum(since, table.probed_tokens + policy.entropy.eat_probe_interval_tokens)
 
 
 def cap_probes_due(policy: Policy, table: RequestTable, among: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:

@@ -102,8 +102,8 @@ class EntropyRules(Part):
         if len(indices):
             where = PLACEMENTS["anywhere" if is_gated(entropy) else entropy.eat_probe_placement]
             due = seen.slot[indices]
-            table.put(due, next_probe_tokens=seen.think_tokens[indices] + entropy.eat_probe_interval_tokens)
             self._stream.probe(turn, "eat", due, seen=(seen, indices), where=where, hold_ms=hold_ms(entropy))
+            table.put(due, probed_tokens=seen.think_tokens[indices])
         if near_cap := [slot for slot in near_cap if not table.probe_open[slot]]:
             due = np.array(near_cap)
             table.put(due, next_cap_probe_tokens=table.think_tokens[due] + probes.CAP_PROBE_INTERVAL_TOKENS)

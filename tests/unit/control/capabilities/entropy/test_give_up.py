@@ -126,9 +126,12 @@ def test_what_the_rule_saw_and_compared() -> None:
         "eat_ema_nats": (1.5, ">=", "entropy.give_up_eat_nats", 1.0),
     }
     probes = list(made.log.decisions("probe"))
-    assert {c.limit_name: c.limit for p in probes for c in decision_message(p).comparisons} == {
-        "entropy.give_up_tokens - warm-up": 4
-    }
+    whys = [compared for probe in probes for compared in decision_message(probe).comparisons]
+    assert len(probes) == len(whys) > 3
+    seen = sorted(probe.signals.think_tokens for probe in probes)
+    interval = "probe before + entropy.eat_probe_interval_tokens"
+    wanted = [("entropy.give_up_tokens - warm-up", 4), *((interval, each + 2) for each in seen[:-1])]
+    assert sorted((c.limit_name, c.limit) for c in whys) == sorted(wanted)
 
 
 # --------------------------------------------------------------------------------------------------------------- probes

@@ -203,11 +203,11 @@ def test_probes_begin_early_enough_to_be_warm_at_the_floor() -> None:
         {"end_decided": True},
         {"probe_open": True},
         {"preempted": True},
-        {"next_probe_tokens": 601},
+        {"probed_tokens": 537},
         {"live": False},
     ],
 )
 def test_who_is_not_probed(changed: dict[str, Any]) -> None:
-    row = thinking(think_tokens=600, next_probe_tokens=600)
+    row = thinking(think_tokens=600, probed_tokens=536)
     assert due(row)
     assert not due(row | changed)
