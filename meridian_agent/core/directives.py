@@ -290,6 +290,8 @@ class Directives:
     def end_stopped(self, live: LiveRequest) -> None:
         """End the thinking of a request whose model has stopped while it thought, in the coming steps. An end that was
         decided before stays as it is; an end that a freeze has voided meanwhile does not follow."""
+        # An end that a cap began after a draft token, of which the stop takes the place, is written anew.
+        live.expected = {}
         if live.ending is None and live.has_stopped:
             cap = _open_cap(live)
             ending = Ending((), cap.decision_id if cap else 0, by_cap=True, by_reserve=True, at_stop=True)

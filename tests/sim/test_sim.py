@@ -96,6 +96,20 @@ def test_a_cap_in_the_first_step_of_an_idle_engine_that_schedules_ahead(cap: int
     assert plant.engine.model.tokens["a"].index(end) == 1 + cap
 
 
+def test_a_model_stops_where_a_draft_was_expected_to_begin_the_marker_that_a_cap_ends() -> None:
+    """The draft is rejected with the stop, so that the end has to write the whole marker."""
+    start, end, _, text = words()
+    markers = {"model": {"m": {"think_start_token_ids": [start], "think_end_token_ids": [text[0], end]}}}
+    with started(Shape(drafts=2, places=8, blocks=200), Policy.model_validate(markers)) as world:
+        (plant,) = world.plants
+        world.network.latency_ms = 0.0
+        with world.timeline.running():
+            for _ in range(3):
+                world.pass_time(0.01)
+        for seed in range(300):
+            plant.open(f"r{seed}", [start], Script(seed, 1000, 5, restless=False, stops=4), {CAP: 3 + seed % 4})
+
+
 @pytest.mark.parametrize("section", ["shadow", "in force"])
 def test_an_end_by_the_answer_reserve_is_not_said_to_be_a_cap_that_was_reached(section: str) -> None:
     """With its closing text the thinking that the reserve ends is longer than the cap."""
