@@ -43,6 +43,7 @@ from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.needed import CHROMIUM
 from tests.processes import BUSY
+from tests.replicated import until_answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -126,10 +127,13 @@ async def test_what_the_page_is_told(tmp_path: Path) -> None:
 
 async def test_engines_are_listed_by_their_numbers(tmp_path: Path) -> None:
     async with served(tmp_path) as (control, address), aiohttp.ClientSession() as session:
+
+        async def listed() -> list[str]:
+            return [row["id"] for row in (await first_event(session, address, "engines"))["engines"]]
+
         with LinkedEngine([control.target], "gpu-10"), LinkedEngine([control.target], "gpu-9"):
-            await until(lambda: control.connected("gpu-9") and control.connected("gpu-10"))
-            engines = (await first_event(session, address, "engines"))["engines"]
-        assert [row["id"] for row in engines] == ["gpu-9", "gpu-10"]
+            # An engine that has not applied the policy yet is listed first.
+            await until_answer(listed, ["gpu-9", "gpu-10"])
 
 
 async def test_text_of_an_older_agent_is_shown_escaped(tmp_path: Path) -> None:
