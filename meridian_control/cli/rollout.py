@@ -38,7 +38,7 @@ from meridian_control.cli.console import (
     stamp_text,
 )
 from meridian_control.cli.policy import Author, Diff, DryRun, File, RequestId, print_changes, print_warnings
-from meridian_control.common.decision_words import apart
+from meridian_control.common.decision_words import apart, with_limit
 from meridian_control.common.look import counted
 from meridian_control.common.plain_data import plain
 from meridian_control.policy import formats as forms
@@ -211,8 +211,7 @@ def _facts(rollout: rollout_pb2.Rollout) -> Table:
         add(shown, "waits for", rollout.waiting_for)
     if rollout.HasField("violation"):
         v = rollout.violation
-        value, limit = apart(v.value, v.limit, 4)
-        add(shown, "violation", f"{v.guardrail} {value}, limit {limit}")
+        add(shown, "violation", f"{v.guardrail} {with_limit(v.value, v.limit)}")
     add(shown, "etag", rollout.etag)
     return shown
 

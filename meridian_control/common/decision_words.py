@@ -177,6 +177,11 @@ def apart(value: float, limit: float, digits: int = 3) -> tuple[str, str]:
     return texts
 
 
+def with_limit(value: float, limit: float) -> str:
+    """Return a measured value with its limit, such as `0.25, limit 0.2`."""
+    return ", limit ".join(apart(value, limit, 4))
+
+
 def why(decision: fleet_pb2.LoggedDecision, in_full: bool = False) -> list[str]:
     """Return the values behind a decision, a handover's engine, the operator's reason, and the outcome's detail."""
     move, eat = decision.hand_over, decision.measured_eat_nats

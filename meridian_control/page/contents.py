@@ -18,7 +18,7 @@ from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control import __version__
 from meridian_control.common.complaints import Complaints
-from meridian_control.common.decision_words import last_text, short, spelled
+from meridian_control.common.decision_words import apart, last_text, spelled, with_limit
 from meridian_control.common.engine_words import Condition, condition, lasting, troubles
 from meridian_control.common.enum_names import phase_name
 from meridian_control.common.errors import StoreUnavailable
@@ -110,7 +110,7 @@ class Collector:
             "attention": [*attention(rows, frozen, rollouts), *(line for block in blocks for line in block.attention)],
             "capabilities": await self._capability_rows(),
             "store_trouble": trouble,
-            "rollout": next((plain(rollout.message()) for rollout in rollouts if rollout.active), None),
+            "rollout": next((active_view(rollout) for rollout in rollouts if rollout.active), None),
             **{name: entry for block in blocks for name, entry in block.entries.items()},
         }
         tables = {
@@ -329,10 +329,19 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def active_view(rollout: Rollout) -> dict[str, Any]:
+    """Return the active rollout with its violation, and with the values and limits of its guardrails, as texts."""
+    view = {**plain(rollout.message()), "violation": violation_text(rollout.violation)}
+    for shown, reading in zip(view["guardrails"], rollout.guardrails, strict=True):
+        value = math.nan if reading.value is None else reading.value
+        shown["value"], shown["limit"] = apart(value, reading.limit, 4)
+    return view
+
+
 def violation_text(violation: GuardrailReading | None) -> str:
     if violation is None or violation.value is None:
         return ""
-    return f"{violation.guardrail} was {short(violation.value)}, limit {short(violation.limit)}"
+    return f"{violation.guardrail} was {with_limit(violation.value, violation.limit)}"
 
 
 def revision_row(header: RevisionHeader, engines: Iterable[fleet_pb2.Engine]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any
 
-from meridian_control.common.decision_words import apart, short
+from meridian_control.common.decision_words import short, with_limit
 from meridian_control.common.errors import RolloutEnded
 from meridian_control.common.look import counted
 from meridian_control.rollout.guardrails import judge
@@ -170,8 +170,7 @@ def _selects_nobody(rollout: Rollout, number: int) -> bool:
 
 
 def _violated(reading: GuardrailReading) -> str:
-    value, limit = apart(reading.value or 0.0, reading.limit, 4)
-    return f"{reading.guardrail} is {value}, limit {limit}"
+    return f"{reading.guardrail} is {with_limit(reading.value or 0.0, reading.limit)}"
 
 
 def _waiting_for(rollout: Rollout, sample: Sample, readings: tuple[GuardrailReading, ...]) -> str:

@@ -9,7 +9,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.pressure.rule import MAX_LEVEL
 from meridian_control.capabilities.pressure.stream import CHANGES_TOTAL, MISSED_TOTAL, EnginePressure
-from meridian_control.common.decision_words import apart
+from meridian_control.common.decision_words import with_limit
 from meridian_control.common.look import counted
 from meridian_control.common.metric_entry import counter, gauge
 from meridian_control.fleet.left_behind import LeftBehind
@@ -111,8 +111,8 @@ def log_changes(session: Session) -> None:
     for change in session.part(EnginePressure).take_unlogged():
         reading, why = change.reading, "nothing was measured"
         if change.HasField("reading"):
-            measured, limit = apart(reading.measured, reading.limit, 4)
-            why = f"{reading.target} is {measured}, limit {limit}, {counted(reading.samples, 'sample')}"
+            measured = with_limit(reading.measured, reading.limit)
+            why = f"{reading.target} is {measured}, {counted(reading.samples, 'sample')}"
         levels: tuple[Any, ...] = change.level_before, change.level, why, " (shadow)" * change.shadow
         logger.info("pressure %s on engine %s: level %d to %d, %s%s", change.name, session.hello.engine_id, *levels)
 
@@ -123,7 +123,6 @@ def levels_text(engine: fleet_pb2.Engine) -> str:
     for row in engine.pressures:
         if row.level and not row.shadow:
             reading = row.changes[0].reading if row.changes else fleet_pb2.PressureReading()
-            measured, limit = apart(reading.measured, reading.limit, 4)
-            why = f": {reading.target} was {measured}, limit {limit}" * bool(reading.target)
+            why = f": {reading.target} was {with_limit(reading.measured, reading.limit)}" * bool(reading.target)
             levels.append(f"pressure {row.name} at level {row.level} of {MAX_LEVEL}{why}")
     return "; ".join(levels)

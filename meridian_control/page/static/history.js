@@ -1,6 +1,6 @@
 // Draws the last hour as line charts: SVG without a library, because each is two lines, an axis and some marks.
 
-import { $, answerTo, clock, counted, element, number, setChildren, setText, short } from "./rows.js";
+import { $, answerTo, clock, counted, element, number, setChildren, setText } from "./rows.js";
 
 const WIDTH = 400, HEIGHT = 110, SHORTEST_S = 300;
 // Each chart has a title, a unit, and lines: the field of a point, the kind of line, and its name.
@@ -86,7 +86,11 @@ function ceiling(most) {
   return [1, 2, 5, 10].find((step) => step * power >= most * 0.999) * power;
 }
 
-const told = (amount, unit) => (amount === null ? "not known" : `${short(+amount.toPrecision(3))}${unit && ` ${unit}`}`);
+function told(amount, unit) {
+  if (amount === null) return "not known";
+  const rounded = +amount.toPrecision(3);
+  return `${Math.abs(rounded) >= 1000 ? number.format(rounded) : rounded}${unit && ` ${unit}`}`;
+}
 
 function chart([title, unit, lines], marks) {
   const known = points.flatMap((p) => lines.map(([name]) => value(p, name))).filter((v) => v !== null);

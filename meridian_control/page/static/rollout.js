@@ -1,6 +1,6 @@
 // Shows the active rollout with its steps and guardrails.
 
-import { $, counted, element, fillRows, lasting, notice, num, setText, short, words } from "./rows.js";
+import { $, counted, element, fillRows, lasting, notice, num, setText, words } from "./rows.js";
 import { fold, setHead } from "./tables.js";
 
 const LEVELS = { ROLLOUT_STATE_HALTED: "bad", ROLLOUT_STATE_PAUSED: "warn" };
@@ -18,16 +18,15 @@ export function showRollout(r) {
   setText("rollout-about", `From revision ${r.stable_revision} to the candidate, revision ${r.candidate_revision}: ` +
     `${counted(r.candidate_engines, "engine")} with the candidate, ${others}.${begun}`);
   $("rollout-steps").replaceChildren(...r.plan.step.map((step, i) => stepItem(r, step, i + 1)));
-  const v = r.violation;
-  const why = v ? `${v.guardrail} was ${short(v.value)}, limit ${short(v.limit)}` : "a guardrail was violated";
+  const why = r.violation || "a guardrail was violated";
   notice("rollout-waiting", r.state === "ROLLOUT_STATE_HALTED"
     ? `The rollout is halted, because ${why}. Resume or abort it with meridianctl rollout.`
     : r.waiting_for ? `The rollout waits for ${r.waiting_for}.` : "");
   setHead($("guardrails-table"), HEAD);
   fillRows($("guardrails-table"), r.guardrails, (g) => g.guardrail, (g) => [
     g.guardrail, g.violated ? ["violated", "bad"] : g.waiting ? ["too few observations", "warn"]
-      : g.value == null ? ["not measured", "warn"] : ["within", "good"],
-    [short(g.value), "num"], [short(g.limit), "num"], num(g.observations),
+      : g.value === "not measured" ? [g.value, "warn"] : ["within", "good"],
+    [g.value, "num"], [g.limit, "num"], num(g.observations),
     +g.stable_observations ? num(g.stable_observations) : "",
   ]);
   fold($("guardrails-table"), r.guardrails.length ? "" : "The plan has no guardrails, or nothing has been measured yet.");

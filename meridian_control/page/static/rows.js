@@ -17,12 +17,6 @@ export const num = (value) => [value === null || value === undefined ? "" : numb
 
 export const answerTo = async (question) => (await fetch(question, { signal: AbortSignal.timeout(SILENCE_MS) })).json();
 
-export function short(value) {
-  if (value === undefined || value === null) return "not measured";
-  const plain = Math.abs(value) >= 1000 || Number.isInteger(value);
-  return plain ? number.format(Math.round(value)) : String(+(+value).toPrecision(3));
-}
-
 export function lasting(seconds) {
   const whole = Math.max(0, Math.round(seconds));
   return whole < 120 ? `${whole} s` : `${number.format(Math.round(whole / 60))} min`;

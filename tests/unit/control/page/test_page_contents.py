@@ -17,6 +17,7 @@ from meridian_control.common.engine_words import condition, lasting
 from meridian_control.common.plain_data import plain
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.page.contents import (
+    active_view,
     attention,
     freeze_row,
     phases,
@@ -229,12 +230,33 @@ def test_what_needs_attention_is_said_once_for_all_engines() -> None:
         ("bad", "5 engines gone: gpu-0, gpu-1, gpu-2, and 2 more.", "engines"),
         ("bad", "1 engine with the agent off: c.", "engines"),
         ("warn", "Freeze 7 of a*, for 9 min longer: an incident.", "engines"),
-        ("bad", "Rollout 4 is halted, step 1 of 2: revision 1 → 2 (ttot_p99_ms was 412, limit 250).", "policy"),
+        ("bad", "Rollout 4 is halted, step 1 of 2: revision 1 → 2 (ttot_p99_ms was 412.5, limit 250).", "policy"),
     ]
     assert attention(rows, [], [])[-1].text == "1 engine frozen: a.", "its own environment has frozen it"
     row = rollout_row(halted)
     assert (row["state"], row["level"], row["revisions"]) == ("halted", "bad", "1 → 2")
-    assert row["reason"] == "ttot_p99_ms was 412, limit 250"
+    assert row["reason"] == "ttot_p99_ms was 412.5, limit 250"
+
+
+def test_a_value_of_a_rollout_never_looks_equal_to_its_limit() -> None:
+    high = GuardrailReading(guardrail="harm_rate", value=0.100001, limit=0.1, observations=90)
+    unknown = GuardrailReading(guardrail="nacks", limit=0.0, observations=0)
+    plan = Plan.model_validate({"step": [{"percent": 100}]})
+    rollout = Rollout(
+        rollout_id=4,
+        plan=plan,
+        stable_revision=1,
+        candidate_revision=2,
+        state=State.HALTED,
+        violation=high,
+        guardrails=(high, unknown),
+        author="",
+        reason="",
+        create_time=NOW,
+    )
+    view = active_view(rollout)
+    assert view["violation"] == rollout_row(rollout)["reason"] == "harm_rate was 0.100001, limit 0.1"
+    assert [(row["value"], row["limit"]) for row in view["guardrails"]] == [("0.100001", "0.1"), ("not measured", "0")]
 
 
 def test_self_calibration_says_what_it_found_and_why_it_found_nothing() -> None:
