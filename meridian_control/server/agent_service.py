@@ -24,7 +24,7 @@ from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.server.client_faults import CONNECTIONS, ClientFaults
 from meridian_control.server.interceptor import host_of
 from meridian_control.server.rate_limits import Rate
-from meridian_control.server.roles import at_end, caller, demand
+from meridian_control.server.roles import caller, demand
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -92,12 +92,12 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             if first is None or first.WhichOneof("message") != "hello":
                 raise InvalidRequest("message", "must begin with hello")
             engine_id = first.hello.engine_id
-            demand(lambda principal: principal.check_engine(engine_id))
+            caller.get().check_engine(engine_id)
             connection, place = self._join(first.hello, who)
         except MeridianError as error:
             self._fleet.count_end(error.code)
             raise
-        at_end(partial(self._losing, connection))
+        demand(lambda principal: principal.check_engine(engine_id), partial(self._losing, connection))
         reader = asyncio.create_task(self._read(connection, request_iterator))
         # Callers choose engine ids, so their number is unbounded and the log lines are rate-limited.
         host = host_of(context.peer())

@@ -151,12 +151,13 @@ class _Gated:
         self._gate, self._rule, self._method, self._handler, self._inner = gate, rule, method, handler, inner
         self._call = Call("", "", "", method)
         self._let_in = False
-        # What the caller has shown, and must have beside its role; the task that serves a stream, whether it waits for
-        # the service and not for gRPC, and the error with which the gate ends the stream.
+        # The caller's metadata, certificate and address, and what the service demands of the caller beside the role.
         self._shown: tuple[Metadata, Certificate, str] = ((), {}, "")
         self._demands = Demands()
+        # The task that serves a stream, and whether the task waits for the service, and not for gRPC.
         self._task: asyncio.Task[Any] | None = None
         self._waits = True
+        # The error with which the gate ends the stream.
         self._ended_by: MeridianError | None = None
 
     async def open(self, given: bytes, context: Context) -> Any:
@@ -248,15 +249,15 @@ class _Gated:
         finally:
             self._gate.streams.discard(self)
             # Timers and tasks that outlast the stream keep its context.
-            self._demands.checks, self._demands.at_end = [], None
+            self._demands.check = self._demands.at_end = None
 
     def check_again(self) -> None:
         """End the stream if its caller may no longer make the call."""
         try:
             principal = self._gate.access.identify(*self._shown, begun_before=True)
             principal.check(self._rule.role or Role.NONE, self._method)
-            for check in self._demands.checks:
-                check(principal)
+            if self._demands.check is not None:
+                self._demands.check(principal)
         except MeridianError as error:
             at_end, self._demands.at_end = self._demands.at_end, None
             if at_end is not None and at_end(error):

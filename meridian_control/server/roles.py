@@ -20,7 +20,7 @@ import glob
 import logging
 import tomllib
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import IntEnum
 from fnmatch import fnmatchcase
@@ -156,32 +156,24 @@ caller_host: ContextVar[str] = ContextVar("caller_host", default="")
 
 @dataclass
 class Demands:
-    """What a stream's caller must have beside its role, while the stream is open.
+    """What a service demands of a stream's caller beside the role, while the stream is open.
 
-    checks: functions that raise PermissionDenied. at_end: gets the error with which the gate is about to end the
-    stream, and returns whether the service ends the stream without that error.
+    check: raises PermissionDenied if the caller may not go on. at_end: gets, once, the error with which the gate is
+    about to end the stream, and returns whether the service ends the stream without that error.
     """
 
-    checks: list[Callable[[Principal], None]] = field(default_factory=list)
+    check: Callable[[Principal], None] | None = None
     at_end: Callable[[MeridianError], bool] | None = None
 
 
-# The demands of the stream that is being served.
+# The demands on the caller of the stream that is being served.
 demands: ContextVar[Demands | None] = ContextVar("demands", default=None)
 
 
-def demand(check: Callable[[Principal], None]) -> None:
-    """Check the caller of the stream that is being served, now and while the stream is open. Raises what `check`
-    raises: PermissionDenied."""
-    check(caller.get())
+def demand(check: Callable[[Principal], None], at_end: Callable[[MeridianError], bool]) -> None:
+    """Set what the caller of the stream that is being served must have from now on; see Demands."""
     if (of_stream := demands.get()) is not None:
-        of_stream.checks.append(check)
-
-
-def at_end(ending: Callable[[MeridianError], bool]) -> None:
-    """Let the gate call `ending`, once, before it ends the stream that is being served; see Demands."""
-    if (of_stream := demands.get()) is not None:
-        of_stream.at_end = ending
+        of_stream.check, of_stream.at_end = check, at_end
 
 
 def rule_of(method: str) -> AccessRule:

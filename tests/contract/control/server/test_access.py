@@ -387,6 +387,15 @@ async def end_of(call: Any) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details()
 
 
+def expire(patch: pytest.MonkeyPatch, secured: Secured, expired_s: float = OUTLIVES_S + 60, **claims: Any) -> str:
+    """Let the token of the one open stream be one that expired `expired_s` seconds ago, as if time had passed; return
+    that token."""
+    (gated,) = secured.gate.streams
+    expired = token(exp=time.time() - expired_s, **claims)
+    patch.setattr(gated, "_shown", ((("authorization", f"Bearer {expired}"),), {}, "ipv4:127.0.0.1:1"))
+    return expired
+
+
 async def test_a_stream_ends_with_its_callers_role(secured: Secured, caplog: pytest.LogCaptureFixture) -> None:
     """The streams of callers who keep their roles stay open."""
     entries = '[[identity]]\ncn = "agent"\nrole = "agent"\nengines = ["a"]\n'
@@ -473,12 +482,8 @@ async def test_a_stream_outlives_its_token_for_a_while(by_token: Secured, monkey
     async with by_token.calling(shows) as clients:
         watch = clients.fleet.WatchFleet(fleet_pb2.WatchFleetRequest())
         await watch.read()
-        (gated,) = by_token.gate.streams
-        for ago_s in (OUTLIVES_S - 60, OUTLIVES_S + 60):
-            assert by_token.gate.streams == {gated}
-            # Time that passes is replaced by a token that has expired.
-            expired = token(role="viewer", exp=time.time() - ago_s)
-            monkeypatch.setattr(gated, "_shown", ((("authorization", f"Bearer {expired}"),), {}, "ipv4:127.0.0.1:1"))
+        for expired_s in (OUTLIVES_S - 60, OUTLIVES_S + 60):
+            expired = expire(monkeypatch, by_token, expired_s, role="viewer")
             await by_token.gate.check_streams()
             assert await shown(by_token, expired) is grpc.StatusCode.UNAUTHENTICATED
         assert await end_of(watch) == (grpc.StatusCode.UNAUTHENTICATED, "the token has expired")
@@ -495,9 +500,7 @@ async def test_an_engine_whose_token_has_expired_is_sent_away_and_comes_back_wit
     with LinkedEngine([by_token.target], "e1", credentials=files) as engine:
         await engine.steps_until(lambda: engine.link.lease.connected)
         (gated,) = by_token.gate.streams
-        expired = token(role="agent", sub="e1", exp=time.time() - OUTLIVES_S - 60)
-        shown: Any = (("authorization", f"Bearer {expired}"),), {}, "ipv4:127.0.0.1:1"
-        monkeypatch.setattr(gated, "_shown", shown)
+        expire(monkeypatch, by_token, role="agent", sub="e1")
         await by_token.gate.check_streams()
         await engine.steps_until(lambda: by_token.gate.streams - {gated} and engine.link.lease.connected)
     assert by_token.fleet.stream_ends["going_away"] == 1
@@ -526,9 +529,7 @@ async def test_a_recording_goes_on_with_the_replicas_new_token(
         (gated,) = await until(by_token.gate.streams.copy)
         assert not recording.unreachable
         monkeypatch.setattr(peers, "REFUSED_S", 3600.0)
-        expired = token(role="operator", exp=time.time() - OUTLIVES_S - 60)
-        shown: Any = (("authorization", f"Bearer {expired}"),), {}, "ipv4:127.0.0.1:1"
-        monkeypatch.setattr(gated, "_shown", shown)
+        expire(monkeypatch, by_token)
         await by_token.gate.check_streams()
         await until(lambda: by_token.gate.streams - {gated} and not recording.unreachable)
     await replicas.close()
