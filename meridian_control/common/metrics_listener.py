@@ -54,7 +54,7 @@ class MetricsListener:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         accepted, names = request.headers.get("Accept", ""), request.query.getall("name[]", [])
-        zipped = accepts_gzip(request.headers.get("Accept-Encoding", ""))
+        zipped = _accepts_gzip(request.headers.get("Accept-Encoding", ""))
         loop = asyncio.get_running_loop()
         body, kind = await loop.run_in_executor(self._thread, self._written, accepted, names, zipped)
         headers = {"Content-Type": kind, "X-Content-Type-Options": "nosniff"}
@@ -68,7 +68,7 @@ class MetricsListener:
         return gzip.compress(text, 6) if zipped else text, kind
 
 
-def accepts_gzip(accepted: str) -> bool:
+def _accepts_gzip(accepted: str) -> bool:
     """Return whether an Accept-Encoding header accepts gzip; a weight of 0 refuses it."""
     codings = (part.replace(" ", "").partition(";") for part in accepted.lower().split(","))
     return any(coding == "gzip" and not NEVER.fullmatch(weight) for coding, _, weight in codings)

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two looks.
 LOOK_S = 60.0
-# A replica with at most this share of the mean, and these engines more, has not too many. Engines that choose at random
-# spread about as far.
+# A replica has too many engines if it has over MORE engines more than SHARE times the mean of all replicas. Engines
+# that choose their replicas at random spread about as far.
 SHARE, MORE = 1.25, 4
 # Largest share of a replica's engines that one look sends away: each sends a snapshot to its new replica.
 AT_ONCE = 0.1
 # Time for which an engine stays that was sent away.
 STAYS = timedelta(minutes=30)
-# Number of engines after which nobody else is sent away for that time, if this share of them came back: their agents
+# Once so many engines were sent away within that time, no other is sent if this share of them came back: their agents
 # know no other replica, or reach none.
 IN_VAIN, CAME_BACK = 8, 0.9
 
@@ -43,9 +43,9 @@ class Balance:
 
     def __init__(self, fleet: Fleet, others: Callable[[], Sequence[int | None]]) -> None:
         self._fleet, self._others = fleet, others
-        # When engine processes were sent away, the earliest first, by engine id and incarnation.
+        # The time at which each engine process was sent away, the earliest first, by engine id and incarnation.
         self._sent: dict[tuple[str, str], datetime] = {}
-        # Whether nearly all of them came back, which the log has.
+        # Whether nearly all of these came back, which is logged once.
         self._in_vain = False
 
     async def run(self) -> None:

@@ -1,4 +1,5 @@
-"""Hands what an engine's stream leaves to the next one of the same process: networks and proxies end streams."""
+"""Hands what an engine's stream leaves to the next stream of the same engine process: networks and proxies end
+streams."""
 
 from __future__ import annotations
 

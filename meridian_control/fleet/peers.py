@@ -46,7 +46,7 @@ SILENT_SHARE = 0.1
 PATIENT_S = 10.0
 # Seconds between two attempts to record from replicas that do not send records yet.
 LOOK_S = 1.0
-# Least number of seconds between two requests for a recording that a replica refuses: each is an audit record there.
+# Least time between two requests for a recording that a replica refuses, in seconds: each is an audit record there.
 REFUSED_S = 60.0
 NAMES = tls_look.Names("MERIDIAN_TLS_CA", "MERIDIAN_TLS_CERT and MERIDIAN_TLS_KEY")
 REFUSED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)

@@ -178,6 +178,7 @@ def _waiting_for(rollout: Rollout, sample: Sample, readings: tuple[GuardrailRead
         return "an engine to connect"
     for engines, what in (
         (sample.pending, "apply the candidate"),
+        # Nobody knows how many engines may still come back to a replica that has just begun to watch.
         (sample.missing or (None if sample.returning else 0), "connect again"),
         (sample.frozen, "thaw"),
     ):
