@@ -23,7 +23,6 @@ from meridian_control.cli.console import (
     show_value,
 )
 from meridian_control.common.decision_words import outcome_text
-from meridian_control.common.enum_names import outcome_name
 from meridian_control.common.look import counted
 from meridian_control.common.plain_data import plain
 
@@ -98,6 +97,6 @@ def _outcome(answer: fleet_pb2.EndThinkingResponse) -> str:
 def _check_outcome(answer: fleet_pb2.EndThinkingResponse, wait_s: float) -> None:
     """Exit with FAILED if the outcome says that the request still thinks, or did not come within `wait_s`."""
     if answer.outcome and answer.outcome not in ENDED:
-        fail(FAILED, f"the thinking was not ended: {outcome_name(answer.outcome)}")
+        fail(FAILED, f"the thinking was not ended: {outcome_text('force', answer.outcome)}")
     if not answer.outcome and wait_s:
         fail(FAILED, f"no outcome within {wait_s:g} s: `meridianctl explain {answer.request_id}` shows it later")

@@ -250,8 +250,8 @@ async def test_meridianctl(control: Control) -> None:
 WORDS = [
     ("ENDING", "APPLIED", OK, "is being ended by decision 7 (operator) of session s: applied at 9 thinking tokens"),
     ("ENDING", "ENDED_NATURALLY", OK, ": thinking ended first at 9 thinking tokens"),
-    ("ENDING", "REFUSED", FAILED, "the thinking was not ended: refused"),
-    ("ALREADY_ENDING", "AGENT_OFF", FAILED, "the thinking was not ended: agent_off"),
+    ("ENDING", "REFUSED", FAILED, "the thinking was not ended: refused by the engine"),
+    ("ALREADY_ENDING", "AGENT_OFF", FAILED, "the thinking was not ended: agent off or frozen, or stream lost"),
     ("ALREADY_ENDING", "UNSPECIFIED", FAILED, "no outcome within 2 s"),
     ("ANSWERING", "UNSPECIFIED", OK, "is already answering; decision 7 (operator) of session s was made: no"),
     ("NOT_THINKING_YET", "UNSPECIFIED", FAILED, "request a on e has generated no token yet"),
