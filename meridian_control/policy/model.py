@@ -106,7 +106,8 @@ class Who(NamedTuple):
     fingerprint: str = ""
 
     def of(self, request: Any) -> Self:
-        """Return the facts about a request on the engine of these facts. request: has the fields of the others."""
+        """Return the facts about a request, with these labels and this fingerprint of its engine. request: an object
+        with the attributes `model`, `tenant`, `slo_class` and `effort`."""
         return self._replace(
             model=request.model, tenant=request.tenant, slo_class=request.slo_class, effort=request.effort
         )

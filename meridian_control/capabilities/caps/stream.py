@@ -107,8 +107,8 @@ class Caps(Part):
         out: agent_pb2.Directives,
         may_limit: bool,
     ) -> None:
-        """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve. reasons: what sets the cap,
-        and the same an extension aside."""
+        """Decide a cap. limits: the cap, whether it is in shadow, and the answer reserve. reasons: the
+        decision's reason, and the reason that the cap would have without an extension."""
         table, (cap, shadow, reserve), (reason, why) = self._table, limits, reasons
         if cap != table.max_think_tokens[slot] and not table.extended[slot]:
             # Another cap is near at another time.
