@@ -166,7 +166,7 @@ def test_the_imported_vllm_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextlib.contextmanager
-def told(module: str, folder: Path, **more: str) -> Iterator[tuple[dict[str, Any], Process, Control]]:
+def reported(module: str, folder: Path, **more: str) -> Iterator[tuple[dict[str, Any], Process, Control]]:
     """Start an engine, and yield what it says that it generates, its process and its control plane; the engine must end
     by itself."""
     control = Control(folder)
@@ -188,7 +188,7 @@ def told(module: str, folder: Path, **more: str) -> Iterator[tuple[dict[str, Any
 def test_an_engine_that_lacks_hooks_steps_aside_loudly(tmp_path: Path, stock: list[list[int]]) -> None:
     """The engine serves what stock vLLM serves; its log and the fleet name each missing hook."""
     lacks = "lacks: KVCacheManager.evict_blocks, BlockPool.touch (too many positional arguments)"
-    with told("lacking", tmp_path, MERIDIAN_ENGINE_ID="pod") as (found, engine, control):
+    with reported("lacking", tmp_path, MERIDIAN_ENGINE_ID="pod") as (found, engine, control):
         # Ranks of one name would end each other's streams.
         assert lacks in control.faulty("pod-dp1").fault
     assert found == {"scheduler": "Scheduler", "tokens": stock}
@@ -199,7 +199,7 @@ def test_an_engine_of_which_less_is_known_is_governed(tmp_path: Path, stock: lis
     """Without optional facts the engine serves what stock vLLM serves, obeys caps and takes policies; its log says once
     what is missing, and so does the fleet."""
     more = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": "not-started"}
-    with told("less_known", tmp_path, **more) as (found, engine, control):
+    with reported("less_known", tmp_path, **more) as (found, engine, control):
         shown = control.engine()
         assert (shown.fault, shown.unknown_markers, shown.nack_error) == ("", "", "")
         lacking = {fact.partition(" (")[0] for fact in shown.missing_facts}
