@@ -278,7 +278,6 @@ class EffectivePolicies:
 
 def _is_in_force(policy: Policy, reason: str) -> bool:
     """Return whether a rule of the policy ends thinking; False for what is no rule."""
-    if reason in ENTROPY_REASONS:
-        return not (policy.entropy.shadow or (reason == "give_up" and policy.entropy.give_up_shadow))
-    shadows = {"soft_close": policy.scheduler.shadow, "loop": policy.loop.shadow}
-    return not shadows.get(reason, True) or reason in policy.extensions_on(shadow=False)
+    if reason in (*ENTROPY_REASONS, "soft_close", "loop"):
+        return not effects.in_shadow(policy, reason)
+    return reason in policy.extensions_on(shadow=False)

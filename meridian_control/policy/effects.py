@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meridian_control.common.enum_names import ENTROPY_REASONS
 from meridian_control.policy.shortening_kinds import DEFAULT_CAP
 
 if TYPE_CHECKING:
@@ -176,6 +177,14 @@ def probes_within(policy: Policy, tokens: int) -> bool:
 def is_gated(policy: Any) -> bool:
     """Whether this entropy section, of a policy or of an override, gates probes by the end marker's rank."""
     return bool(policy.eat_probe_max_rank)
+
+
+def in_shadow(policy: Policy, reason: str) -> bool:
+    """Return whether a rule that ends thinking, or its section, is in shadow, so that its decisions are only counted.
+    reason: one of ENTROPY_REASONS, `soft_close` or `loop`."""
+    if reason in ENTROPY_REASONS:
+        return policy.entropy.shadow or (reason == "give_up" and policy.entropy.give_up_shadow)
+    return policy.scheduler.shadow if reason == "soft_close" else policy.loop.shadow
 
 
 def eat_may_end(policy: EntropyPolicy) -> bool:

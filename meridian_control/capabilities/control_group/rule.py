@@ -106,12 +106,11 @@ def kind_of_rule(held: Held, reason: str) -> Kind | None:
     in shadow for them, or is not part of the policy."""
     policy, by = held.treated, held.by
     if reason in ENTROPY_REASONS:
-        shadow = policy.entropy.shadow or (reason == "give_up" and policy.entropy.give_up_shadow)
-        return None if shadow else ENTROPY
-    if reason == "soft_close" and not policy.scheduler.shadow:
+        return None if effects.in_shadow(policy, reason) else ENTROPY
+    if reason == "soft_close" and not effects.in_shadow(policy, reason):
         own = held.own.scheduler.soft_think_tokens
         by_entry = by is not None and (not own or policy.scheduler.soft_think_tokens < own)
         return by.soft.kind if by is not None and by_entry else SOFT_CLOSE
-    if reason == "loop" and not policy.loop.shadow:
+    if reason == "loop" and not effects.in_shadow(policy, reason):
         return LOOP
     return Kind(reason) if reason in policy.extension else None

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from meridian.v1 import agent_pb2
 
+from meridian_control.common.enum_names import REASONS
 from meridian_control.common.masks import any_in
 from meridian_control.engine.history import THINK_TOKENS
 from meridian_control.engine.moments import joined, sentence_ends
 from meridian_control.engine.token_rows import differs
-from meridian_control.policy.effects import extends_empty_answers
+from meridian_control.policy.effects import extends_empty_answers, in_shadow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -49,7 +50,7 @@ def ends(
             continue
         if candidates is None:
             candidates = _candidates(policy, seen, among)
-        shadow = is_shadowed(policy, reason)
+        shadow = in_shadow(policy, REASONS[reason])
         fired = (candidates & fires).nonzero()[0]
         if shadow and len(fired):
             fired = fired[(seen.shadow_decided[fired] & (1 << reason)) == 0]
@@ -142,14 +143,6 @@ def _first(
             kept.append((index, reason))
             over = over if shadow else slot
     return kept
-
-
-def is_shadowed(policy: Policy, reason: agent_pb2.ForceReason.ValueType) -> bool:
-    """Whether the rule or its section is in shadow, so that its decisions are only counted."""
-    if reason == agent_pb2.FORCE_REASON_GIVE_UP and policy.entropy.give_up_shadow:
-        return True
-    section = policy.scheduler if reason == agent_pb2.FORCE_REASON_SOFT_CLOSE else policy.entropy
-    return section.shadow
 
 
 def _rules(

@@ -8,9 +8,10 @@ import numpy as np
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.entropy import probes, rule
+from meridian_control.common.enum_names import REASONS
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.engine.part import Part
-from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, hold_ms, is_gated, measured_share
+from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, hold_ms, in_shadow, is_gated, measured_share
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -76,7 +77,7 @@ class EntropyRules(Part):
 
     def _end(self, turn: Turn, policy: Policy, seen: Seen, among: Among, probes_agree: bool = True) -> Sliced[None]:
         for count, (index, reason) in enumerate(rule.ends(policy, seen, among, probes_agree), 1):
-            self._stream.end_thinking(turn, reason, index, shadow=rule.is_shadowed(policy, reason), seen=seen)
+            self._stream.end_thinking(turn, reason, index, shadow=in_shadow(policy, REASONS[reason]), seen=seen)
             if not count % SLICE_ROWS:
                 yield
 
