@@ -251,8 +251,12 @@ class EnginePressure(Part):
             self._take_answers()
         if report.HasField("joined"):
             self._add("queueing_p99_ms", *table.joined)
+        if report.preempted:
+            self._take_preemptions(report)
+
+    def _take_preemptions(self, report: agent_pb2.StepReport) -> None:
         steps = step_of(report, "preempted", len(report.preempted))
-        for change in changes_at_steps(table, "preempted", report.preempted, steps):
+        for change in changes_at_steps(self._table, "preempted", report.preempted, steps):
             slot = change.slot
             if change.phase == OUTPUT and not self._hit[slot]:
                 self._hit[slot] = True
