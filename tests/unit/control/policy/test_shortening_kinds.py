@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from meridian_control.common.enum_names import ENTROPY_REASONS
+from meridian_control.policy.effects import in_shadow
 from meridian_control.policy.shortening_kinds import kinds_of, not_measured, warnings
 from tests.fakes.tables import policy
 
@@ -86,3 +88,20 @@ def test_warnings_of_caps_and_floors_below_the_calibrated_cap(sections: dict[str
     assert found == [f"{text}, below the 100 that the policy's calibration found to be enough" for text in expected]
     unknown = policy(**{**sections, "scheduler": {**scheduler, "calibrated_cap_tokens": 0}})
     assert warnings(unknown) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "reasons"),
+    [
+        ("entropy", "shadow", ENTROPY_REASONS),
+        ("entropy", "give_up_shadow", ("give_up",)),
+        ("scheduler", "shadow", ("soft_close",)),
+        ("loop", "shadow", ("loop",)),
+    ],
+)
+def test_each_rule_is_in_shadow_by_its_own_fields(section: str, field: str, reasons: tuple[str, ...]) -> None:
+    force: dict[str, Any] = {"scheduler": {"shadow": False}, "loop": {"shadow": False}}
+    force["entropy"] = {"shadow": False, "give_up_shadow": False}
+    force[section] = {**force[section], field: True}
+    shadowed = [reason for reason in (*ENTROPY_REASONS, "soft_close", "loop") if in_shadow(policy(**force), reason)]
+    assert shadowed == list(reasons)
