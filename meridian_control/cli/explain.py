@@ -93,7 +93,7 @@ def explain(
         terminal.print(_life_table(life))
 
 
-# What `shadow` says of a comparison, and of an empty one.
+# `shadow` says one of these texts of a comparison: COMPARED, or the other one if the comparison is empty.
 COMPARED = "the counts of an engine begin when the rules change, and when it connects to another replica"
 NOTHING_COMPARED = (
     "nothing is compared yet: no rule is in shadow, or no thinking has ended since the rules changed or the engines "

@@ -9,7 +9,7 @@ from meridian_control.common.look import percent
 if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
-# What the reason of a revision says that withdraws rules although they do no harm.
+# These words stand in the reason of a revision that withdraws rules although they do no harm.
 DRIFTED = " has left the distribution that the rules of revision "
 WORDS = {
     "entropy": "the entropy rules",

@@ -36,7 +36,7 @@ ROOM = 64
 # Number of kinds of requests whose overridden policies are remembered.
 KINDS = 1024
 
-# What changes values for requests that are held out, in an explanation of the policy.
+# An explanation of the policy has this source for values that differ because the request is held out.
 CONTROL_GROUP = "control_group"
 
 Among: TypeAlias = "NDArray[np.bool_] | None"

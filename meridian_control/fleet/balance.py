@@ -45,7 +45,7 @@ class Balance:
         self._fleet, self._others = fleet, others
         # The time at which each engine process was sent away, the earliest first, by engine id and incarnation.
         self._sent: dict[tuple[str, str], datetime] = {}
-        # Whether nearly all of these came back, which is logged once.
+        # True while nearly all of these are back, which is logged once.
         self._in_vain = False
 
     async def run(self) -> None:

@@ -88,7 +88,7 @@ class StatusPage:
         self._viewers: dict[asyncio.Queue[bytes | None], Asked] = {}
         self._came = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
-        # When the look that is under way began, on the event loop's clock; None between two looks.
+        # The look that is under way began at this time of the event loop's clock; None between two looks.
         self._began: float | None = None
         self._history = History()
         self._noting: asyncio.Task[None] | None = None

@@ -170,7 +170,7 @@ def _subject(request: policy_pb2.ExplainPolicyRequest, live: Subject | None) -> 
         who = who._replace(engine_labels=dict(request.engine_labels))
     if live is None:
         return Subject(who, who.model)
-    # What is explained may be another request, or another revision than the one in force.
+    # The caller may ask about another request, or about another revision than the one in force.
     is_in_force = who == live.who and request.revision in (0, live.revision)
     changed = live.changed if is_in_force else {}
     return replace(live, who=who, changed=changed)

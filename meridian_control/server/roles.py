@@ -156,7 +156,7 @@ caller_host: ContextVar[str] = ContextVar("caller_host", default="")
 
 @dataclass
 class Demands:
-    """What a service demands of a stream's caller beside the role, while the stream is open.
+    """A service demands these things of a stream's caller beside the role, while the stream is open.
 
     check: raises PermissionDenied if the caller may not go on. at_end: gets, once, the error with which the gate is
     about to end the stream, and returns whether the service ends the stream without that error.

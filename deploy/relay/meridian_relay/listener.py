@@ -46,7 +46,7 @@ class HttpListener:
         # aiohttp would let requests go on for twice this time, and for ever with 0, so `stop` ends them itself.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=drain_s + STOP_S, **options)
         self._drain_s = drain_s
-        # Whether requests under way have been ended.
+        # True once the requests under way have been ended.
         self.is_cut = False
         # Requests under way, until their responses are written.
         self._tasks: set[asyncio.Task[Any]] = set()

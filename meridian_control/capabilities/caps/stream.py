@@ -119,8 +119,8 @@ class Caps(Part):
             return
         if cap != NO_CAP:
             # The request's own cap is in force although the policy's is in shadow.
-            counted = table.shadow_cap(slot) != NO_CAP
-            decision_id = self._ledger.make("cap", reason, slot, counted, cap_tokens=cap, behind=why)
+            in_shadow = table.shadow_cap(slot) != NO_CAP
+            decision_id = self._ledger.make("cap", reason, slot, in_shadow, cap_tokens=cap, behind=why)
             values = {"max_think_tokens": cap, "answer_reserve_tokens": reserve, "shadow": shadow}
             out.caps.add(decision_id=decision_id, slot=slot, extended=bool(table.extended[slot]), **values)
         elif not has_none:

@@ -62,8 +62,11 @@ MOST_IDLE = 1 + MAX_LEVEL * (MAX_HOLD + 1) + FORGET
 
 @dataclass(frozen=True, slots=True)
 class PressureDetail(Detail):
-    """What the decision log shows of a pressure entry that has shortened a request: the entry's name, the request's
-    stage, and the newest change of the entry's level, None if the level has not changed on this stream."""
+    """Tells the decision log of a pressure entry that has shortened a request.
+
+    name: the entry's. stage: the request's. change: the newest one of the entry's level, None if the level has not
+    changed on this stream.
+    """
 
     name: str
     stage: int
