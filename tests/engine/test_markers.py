@@ -28,8 +28,9 @@ TEXT = "reasoning_start_str"
 NAMED = {"model": {"maze": {"reasoning_parser": "qwen3"}}}
 
 
-def broken_parser() -> str:
-    """Return the name of a parser that fails when it is asked for its markers."""
+@pytest.fixture
+def broken_parser() -> Iterator[None]:
+    """Let vLLM know a parser, "broken", that fails when it is asked for its markers, and forget it after the test."""
     from vllm.reasoning import ReasoningParserManager
 
     def fails(_: Any) -> str:
@@ -37,16 +38,22 @@ def broken_parser() -> str:
 
     base = ReasoningParserManager.get_reasoning_parser("qwen3")
     ReasoningParserManager.register_module("broken", module=type("Broken", (base,), {TEXT: property(fails)}))
-    return "broken"
+    yield
+    del ReasoningParserManager.reasoning_parsers["broken"]
 
 
-@pytest.fixture(params=[lambda: "openai_gptoss"], ids=[""])
-def blind(request: pytest.FixtureRequest, llm: Any, scheduler: Any, control: Control) -> Iterator[Any]:
-    """Return the agent of an engine that was started with a parser of which it gets no markers: by default one whose
-    markers its tokenizer cannot write."""
+@pytest.fixture
+def parser() -> str:
+    """Return the name of a parser whose markers the engine's tokenizer cannot write."""
+    return "openai_gptoss"
+
+
+@pytest.fixture
+def blind(parser: str, llm: Any, scheduler: Any, control: Control) -> Iterator[Any]:
+    """Return the agent of an engine that was started with a parser of which it gets no markers."""
     (end,) = scheduler._agent.tracker.markers.end
     outputs = scheduler.vllm_config.structured_outputs_config
-    own, outputs.reasoning_parser = outputs.reasoning_parser, request.param()
+    own, outputs.reasoning_parser = outputs.reasoning_parser, parser
     rebuild(scheduler)
     wait_for(lambda: control.engine().unknown_markers, 30, "an engine without markers")
     yield scheduler._agent, end
@@ -116,7 +123,8 @@ def test_a_stop_token_sleeps_from_when_the_markers_are_named(
     assert end in run.tokens["live"]
 
 
-@pytest.mark.parametrize("blind", [broken_parser], indirect=True)
+@pytest.mark.usefixtures("broken_parser")
+@pytest.mark.parametrize("parser", ["broken"])
 def test_markers_that_a_policy_names_are_missing_no_more(blind: tuple[Any, int], control: Control) -> None:
     """The engine's own parser fails in a way that nobody foresaw."""
     assert [fact for fact in control.engine().missing_facts if "a parser's error" in fact]
