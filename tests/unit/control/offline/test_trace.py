@@ -144,7 +144,9 @@ def test_what_can_be_kept_of_a_file_that_is_cut_off(path: Path, monkeypatch: pyt
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     size = int(complaint_of(path).split("; its first ")[1].removesuffix(" bytes are a complete trace"))
-    assert len(whole) / 2 - 5000 < size < len(whole) / 2
+    # From Python 3.12 on, gzip compresses 128 KiB at a time.
+    compressed_at_once = (128 << 10) * len(whole) / sum(record.ByteSize() for record in made)
+    assert len(whole) / 2 - 5000 - compressed_at_once < size < len(whole) / 2
     path.write_bytes(whole[:size])
     kept = list(read(path))
     assert kept == made[: len(kept)]
