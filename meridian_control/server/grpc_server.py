@@ -41,11 +41,11 @@ def server(options: Sequence[tuple[str, Any]], interceptors: Sequence[grpc.aio.S
 
 
 async def begin_answer(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Send the headers before the first response. Raises CancelledError if the client has just left: gRPC then raises
-    an error of its own, because it has not cancelled the call yet."""
+    """Send the headers before the first response. Raises CancelledError if the client has just left, or the server has
+    just stopped: gRPC then raises an error of its own, because it has not cancelled the call yet."""
     try:
         await context.send_initial_metadata(())
-    except cygrpc.ExecuteBatchError:
+    except grpc.aio.BaseError:
         raise asyncio.CancelledError from None
 
 

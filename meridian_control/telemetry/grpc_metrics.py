@@ -105,7 +105,13 @@ class _Counted:
         return self
 
     async def __anext__(self) -> Any:
-        if (message := await self._read()) is grpc.aio.EOF:
+        """Return the next request. Raises CancelledError if the call is over, also if the server stopped as the call
+        began: gRPC has not cancelled it then, and raises an error of its own."""
+        try:
+            message = await self._read()
+        except grpc.aio.BaseError:
+            raise asyncio.CancelledError from None
+        if message is grpc.aio.EOF:
             raise StopAsyncIteration
         self._counter.inc()
         return message

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2, rollout_pb2
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from meridian_control.capabilities.control_group import metrics
@@ -19,9 +21,11 @@ from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.shortening_kinds import Kind
 from meridian_control.rollout.state import GuardrailReading
+from meridian_control.server.grpc_server import begin_answer
 from meridian_control.telemetry import fleet_metrics
 from meridian_control.telemetry.catalogue import catalogue
 from meridian_control.telemetry.fleet_metrics import of_limit
+from meridian_control.telemetry.grpc_metrics import ServerMetrics
 from tests.contract.clients import calling
 from tests.contract.control.app.test_server import NOT_SERVING, SERVING
 from tests.contract.rollouts import ALL, CANARY, starting
@@ -31,6 +35,8 @@ from tests.fakes.tables import policy
 from tests.processes import free_port
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from prometheus_client.metrics_core import Metric
 
     from meridian_control.common.metric_entry import Entry
@@ -248,6 +254,42 @@ async def test_health_on_a_port_of_its_own(own: Process) -> None:
         assert (await watching.read()).status == NOT_SERVING
         watching.cancel()
         assert await ending == 0
+
+
+async def test_a_call_that_outlasts_the_server_is_cancelled() -> None:
+    """A call that begins as the server stops may read, or begin its answer, only afterwards."""
+    registry, stopped = CollectorRegistry(), asyncio.Event()
+    begun, over = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    async def outlast(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        begun.release()
+        while not stopped.is_set():
+            with suppress(asyncio.CancelledError):
+                await stopped.wait()
+        try:
+            if "answers" in dict(context.invocation_metadata()):
+                await begin_answer(context)
+            yield await anext(aiter(requests))
+        finally:
+            over.release()
+
+    server = grpc.aio.server(interceptors=[ServerMetrics(registry)])
+    methods: dict[str, Any] = {"Outlast": grpc.stream_stream_rpc_method_handler(outlast)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tests.Stopping", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.stream_stream("/tests.Stopping/Outlast")
+        calls = [call(), call(metadata=[("answers", "")])]
+        for _ in calls:
+            await begun.acquire()
+        await server.stop(None)
+        stopped.set()
+        for _ in calls:
+            await over.acquire()
+    (handled,) = (family for family in registry.collect() if family.name == "grpc_server_handled")
+    counts = {s.labels["grpc_code"]: s.value for s in handled.samples if s.name.endswith("_total")}
+    assert counts == {"CANCELLED": 2}
 
 
 def test_the_hooks_seconds_stand_still_while_the_threads_take_time() -> None:
