@@ -5,7 +5,7 @@ The database's now() and the replicas' clocks show the test's own time, so that 
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
@@ -71,119 +71,108 @@ class World:
             await database.close()
 
 
-def test_replicas_see_each_other_until_they_die_or_leave(postgres: Postgres) -> None:
-    async def run(world: World) -> None:
-        one, two = await world.replica(engines=7), await world.replica(engines=8)
-        await one.beat()
-        assert not one.others
-        await two.beat()
-        await one.beat()
-        assert [*one.others, *two.others] == [two.me, one.me]
-        assert [*one.engines_of_others, *two.engines_of_others] == [8, 7]
-        await world.passes(LEASE_S - 0.5)
-        await one.beat()
-        assert [*one.others] == [two.me], "replica two is not dead yet"
-        await world.passes(1.0)
-        await one.beat()
-        assert not one.others
-        await two.beat()
-        await one.beat()
-        assert [*one.others] == [two.me], "replica two was only slow"
-        await two.leave()
-        await one.beat()
-        assert not one.others
-        await two.beat()
-        await world.passes(FORGET_S + 1)
-        await one.beat()
-        assert await world.rows("SELECT replica_id FROM replicas") == [one.me.replica_id]
-        await two.beat()
-        await one.beat()
-        async with world.databases[0].writing() as connection:
-            await connection.execute(text("DROP TABLE leader"))
-        with pytest.raises(StoreUnavailable):
-            await one.beat()
-        assert (one.others, one.engines_of_others) == ((two.me,), ())
-        await world.close()
-
-    asyncio.run(run(World(postgres.database())))
+@pytest.fixture
+async def world(postgres_address: str) -> AsyncIterator[World]:
+    made = World(postgres_address)
+    yield made
+    await made.close()
 
 
-def test_an_address_belongs_to_the_replica_that_was_started_there_last(postgres: Postgres) -> None:
+async def test_replicas_see_each_other_until_they_die_or_leave(world: World) -> None:
+    one, two = await world.replica(engines=7), await world.replica(engines=8)
+    await one.beat()
+    assert not one.others
+    await two.beat()
+    await one.beat()
+    assert [*one.others, *two.others] == [two.me, one.me]
+    assert [*one.engines_of_others, *two.engines_of_others] == [8, 7]
+    await world.passes(LEASE_S - 0.5)
+    await one.beat()
+    assert [*one.others] == [two.me], "replica two is not dead yet"
+    await world.passes(1.0)
+    await one.beat()
+    assert not one.others
+    await two.beat()
+    await one.beat()
+    assert [*one.others] == [two.me], "replica two was only slow"
+    await two.leave()
+    await one.beat()
+    assert not one.others
+    await two.beat()
+    await world.passes(FORGET_S + 1)
+    await one.beat()
+    assert await world.rows("SELECT replica_id FROM replicas") == [one.me.replica_id]
+    await two.beat()
+    await one.beat()
+    async with world.databases[0].writing() as connection:
+        await connection.execute(text("DROP TABLE leader"))
+    with pytest.raises(StoreUnavailable):
+        await one.beat()
+    assert (one.others, one.engines_of_others) == ((two.me,), ())
+
+
+async def test_an_address_belongs_to_the_replica_that_was_started_there_last(world: World) -> None:
     """A replica that was killed and started again has another id and the same address, and would answer twice. Once it
     is dead for sure, nothing that the whole fleet is asked waits for it."""
-
-    async def run(world: World) -> None:
-        one, killed, again = await world.replica(), await world.replica(), await world.replica()
-        again.me = replace(again.me, address=killed.me.address)
-        for replica in (killed, one):
-            await replica.beat()
-        await world.passes(1.0)
+    one, killed, again = await world.replica(), await world.replica(), await world.replica()
+    again.me = replace(again.me, address=killed.me.address)
+    for replica in (killed, one):
+        await replica.beat()
+    await world.passes(1.0)
+    for replica in (again, one):
+        await replica.beat()
+    assert ([*one.others], one.silent) == ([again.me], (killed.me.replica_id,))
+    assert ([*again.others], again.silent) == ([one.me], (killed.me.replica_id,))
+    for seconds in (LEASE_S - 1.0, 1.0):
+        await world.passes(seconds)
         for replica in (again, one):
             await replica.beat()
-        assert ([*one.others], one.silent) == ([again.me], (killed.me.replica_id,))
-        assert ([*again.others], again.silent) == ([one.me], (killed.me.replica_id,))
-        for seconds in (LEASE_S - 1.0, 1.0):
-            await world.passes(seconds)
-            for replica in (again, one):
-                await replica.beat()
-        assert ([*one.others], one.silent) == ([again.me], ())
-        assert ([*again.others], again.silent) == ([one.me], ())
-        await again.leave()
-        await one.beat()
-        assert one.silent == (killed.me.replica_id,), "nobody lives there"
-        await world.close()
-
-    asyncio.run(run(World(postgres.database())))
+    assert ([*one.others], one.silent) == ([again.me], ())
+    assert ([*again.others], again.silent) == ([one.me], ())
+    await again.leave()
+    await one.beat()
+    assert one.silent == (killed.me.replica_id,), "nobody lives there"
 
 
-def test_the_lead_passes_on(postgres: Postgres) -> None:
-    async def run(world: World) -> None:
-        one, two = await world.replica(), await world.replica()
-        await one.beat()
-        await two.beat()
-        assert (one.leads(), two.leads()) == (True, False)
-        assert await world.write(one)
-        assert not await world.write(two)
-        await world.passes(LEASE_S - MARGIN_S)
-        assert not one.leads(), "a leader stops before another may begin"
-        assert await world.write(one), "no other replica has led since"
-        await world.passes(2 * MARGIN_S)
-        await two.beat()
-        assert two.leads()
-        assert not await world.write(one), "the old leader was stopped between asking and writing"
-        await one.beat()
-        assert not one.leads()
-        await two.leave()
-        assert not two.leads()
-        await one.beat()
-        assert one.leads(), "a leader that leaves lets another one lead at once"
-        assert await world.write(one)
-        assert await world.rows("SELECT token FROM written ORDER BY number") == [1, 1, 3]
-        await world.close()
-
-    asyncio.run(run(World(postgres.database())))
+async def test_the_lead_passes_on(world: World) -> None:
+    one, two = await world.replica(), await world.replica()
+    await one.beat()
+    await two.beat()
+    assert (one.leads(), two.leads()) == (True, False)
+    assert await world.write(one)
+    assert not await world.write(two)
+    await world.passes(LEASE_S - MARGIN_S)
+    assert not one.leads(), "a leader stops before another may begin"
+    assert await world.write(one), "no other replica has led since"
+    await world.passes(2 * MARGIN_S)
+    await two.beat()
+    assert two.leads()
+    assert not await world.write(one), "the old leader was stopped between asking and writing"
+    await one.beat()
+    assert not one.leads()
+    await two.leave()
+    assert not two.leads()
+    await one.beat()
+    assert one.leads(), "a leader that leaves lets another one lead at once"
+    assert await world.write(one)
+    assert await world.rows("SELECT token FROM written ORDER BY number") == [1, 1, 3]
 
 
-def test_a_database_clock_that_is_set_back_keeps_no_dead_replica(postgres: Postgres) -> None:
+async def test_a_database_clock_that_is_set_back_keeps_no_dead_replica(world: World) -> None:
     """The rows of a replica that died before the database's clock was set back hold neither its place nor its lead."""
-
-    async def run(world: World) -> None:
-        dead, one, two = [await world.replica() for _ in range(3)]
-        for replica in (dead, one, two):
-            await replica.beat()
-        assert dead.leads()
-        async with world.databases[0].writing() as connection:
-            await connection.exec_driver_sql(PASSES, (-3600.0,))
-        world.now_s += LEASE_S
-        await one.beat()
-        assert one.leads(), "the lease of the dead replica is over"
-        await two.beat()
-        await one.beat()
-        assert ([*one.others], [*two.others]) == ([two.me], [one.me])
-        assert (one.leads(), two.leads()) == (True, False)
-        await world.close()
-
-    asyncio.run(run(World(postgres.database())))
+    dead, one, two = [await world.replica() for _ in range(3)]
+    for replica in (dead, one, two):
+        await replica.beat()
+    assert dead.leads()
+    async with world.databases[0].writing() as connection:
+        await connection.exec_driver_sql(PASSES, (-3600.0,))
+    world.now_s += LEASE_S
+    await one.beat()
+    assert one.leads(), "the lease of the dead replica is over"
+    await two.beat()
+    await one.beat()
+    assert ([*one.others], [*two.others]) == ([two.me], [one.me])
+    assert (one.leads(), two.leads()) == (True, False)
 
 
 # Few examples would otherwise seldom have a leader that writes before its lease ends.
