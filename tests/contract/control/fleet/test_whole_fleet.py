@@ -277,15 +277,20 @@ async def _led(whole: WholeFleet) -> dict[str, bool] | None:
     return None if engines is None else {engine.engine_id: engine.state == CONNECTED for engine in engines}
 
 
-async def test_the_lead_passes_on_when_the_leader_is_killed(replicated: Replicated) -> None:
+async def test_the_lead_passes_on_at_once_when_the_leader_ends_and_later_when_it_is_killed(
+    replicated: Replicated,
+) -> None:
     one, two = await replicated.pair()
     address, token = await until_leader(replicated, than=0)
     leading, other = (one, two) if address == one.target else (two, one)
-    # The database names the leader before the leader's log does.
-    await until(lambda: f"token {token}" in leading.log())
-    leading.kill()
-    await replicated.passes(LEASE_S + 1)
+    assert await leading.terminate() == 0
     assert await until_leader(replicated, than=token) == (other.target, token + 1)
+    # The database names a leader before its log does.
+    await until(lambda: "is gone" in other.log() and f"token {token + 1}" in other.log())
+    await leading.started()
+    other.kill()
+    await replicated.passes(LEASE_S + 1)
+    assert await until_leader(replicated, than=token + 1) == (leading.target, token + 2)
 
 
 async def until_leader(replicated: Replicated, than: int) -> tuple[str, int]:
@@ -294,16 +299,6 @@ async def until_leader(replicated: Replicated, than: int) -> tuple[str, int]:
         while (found := await replicated.leader())[1] <= than:
             await asyncio.sleep(0.1)
     return found
-
-
-async def test_a_replica_that_ends_hands_over_at_once(replicated: Replicated) -> None:
-    one, two = await replicated.pair()
-    address, token = await until_leader(replicated, than=0)
-    leading, other = (one, two) if address == one.target else (two, one)
-    assert await leading.terminate() == 0
-    assert await until_leader(replicated, than=token) == (other.target, token + 1)
-    # The database names the new leader before the new leader's log does.
-    await until(lambda: "is gone" in other.log())
 
 
 def test_addresses_behind_one_name_are_taken_at_random(replicated: Replicated, monkeypatch: pytest.MonkeyPatch) -> None:
