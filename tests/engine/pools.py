@@ -23,7 +23,7 @@ STEP_MS = "MERIDIAN_DEMO_STEP_MS"
 RELAY = "from meridian_relay.__main__ import run; raise SystemExit(run())"
 # Blocks of each engine's KV cache. The thinking engine is under pressure from its first request on, and the answering
 # engine never is.
-BLOCKS = {"A": 160, "B": 4096}
+BLOCKS = {"A": 128, "B": 4096}
 FULL = 0.05
 # Requests that each engine runs at once.
 PLACES = 16

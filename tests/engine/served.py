@@ -46,6 +46,8 @@ TURNS = ("--enable-prompt-tokens-details", "--trust-request-chat-template")
 TENANT, CLASS = "X-Tenant", "X-Class"
 # Core and worker are one process, as in vLLM on a GPU, or two, as in vLLM on a CPU.
 TOGETHER, APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+# What a client gets of a request: reasoning, content, finish reason, and the tokens of the prompt and of the output.
+Said = tuple[str, str, str, int, int]
 
 
 class Served:
@@ -92,29 +94,39 @@ class Served:
             return False
 
     def client(self) -> openai.AsyncOpenAI:
-        http = openai.DefaultAsyncHttpxClient(verify=False)
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, http_client=http)
+        return client_of(self.port)
 
 
-async def stream(served: Served, prompt: str, **extra: Any) -> tuple[str, str, str]:
-    """Send one streaming chat request; return reasoning, content and finish reason."""
-    reasoning, content, finish = "", "", ""
-    async with served.client() as client:
+def client_of(port: int) -> openai.AsyncOpenAI:
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0, http_client=http)
+
+
+async def ask(port: int, prompt: str, **more: Any) -> Said:
+    """Send one streaming chat request, and return what comes."""
+    reasoning, content, finish, counted = "", "", "", (0, 0)
+    async with client_of(port) as client:
         chunks = await client.chat.completions.create(
             model="maze",
             messages=[{"role": "user", "content": prompt}],
             stream=True,
+            stream_options={"include_usage": True},
             temperature=0.0,
-            max_tokens=700,
-            extra_body=extra,
+            **{"max_tokens": 700, **more},
         )
         async for chunk in chunks:
             for choice in chunk.choices:
                 reasoning += getattr(choice.delta, "reasoning", None) or ""
                 content += choice.delta.content or ""
                 finish = choice.finish_reason or finish
-    return reasoning, content, finish
+            if chunk.usage is not None:
+                counted = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+    return reasoning, content, finish, *counted
+
+
+async def stream(served: Served, prompt: str, **extra: Any) -> tuple[str, str, str]:
+    """Send one streaming chat request; return reasoning, content and finish reason."""
+    return (await ask(served.port, prompt, extra_body=extra))[:3]
 
 
 async def all_of(served: Served, **extra: Any) -> list[tuple[str, str, str]]:

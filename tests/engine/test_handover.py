@@ -22,6 +22,7 @@ from meridian_relay.bodies import CarriedRequest
 from tests.data import maze
 from tests.engine.matrix.features.connectors import REMOTE_DECODE
 from tests.engine.pools import PLACES, POLICY, Pools
+from tests.engine.served import Said, ask, client_of
 from tests.needed import NIXL
 from tests.processes import MODEL, wait_for
 
@@ -35,41 +36,17 @@ if not NIXL.found():
     pytest.skip(NIXL.reason, allow_module_level=True)
 
 PROMPTS = maze.prompts(8, seed=91)
-Said = tuple[str, str, str, int, int]
-
-
-async def stream(port: int, prompt: str, **more: Any) -> Said:
-    """Return the reasoning, the content, the finish reason and both token counts of one streamed request."""
-    reasoning, content, finish, counted = "", "", "", (0, 0)
-    url = f"http://127.0.0.1:{port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=600) as client:
-        chunks = await client.chat.completions.create(
-            model="maze",
-            messages=[{"role": "user", "content": prompt}],
-            stream=True,
-            stream_options={"include_usage": True},
-            temperature=0.0,
-            **{"max_tokens": 700, **more},
-        )
-        async for chunk in chunks:
-            for choice in chunk.choices:
-                reasoning += getattr(choice.delta, "reasoning", None) or ""
-                content += choice.delta.content or ""
-                finish = choice.finish_reason or finish
-            if chunk.usage is not None:
-                counted = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-    return reasoning, content, finish, *counted
 
 
 def all_of(port: int, **more: Any) -> list[Said]:
     async def together() -> list[Said]:
-        return list(await asyncio.gather(*(stream(port, prompt, **more) for prompt in PROMPTS)))
+        return list(await asyncio.gather(*(ask(port, prompt, **more) for prompt in PROMPTS)))
 
     return asyncio.run(together())
 
 
-# Answers that go on to the last token, so that a fault finds them under way.
-LONG: dict[str, Any] = {"extra_body": {"ignore_eos": True}, "max_tokens": 700}
+# Answers that go on to the last token, so that a fault finds them under way. The longest thinking has 379 tokens.
+LONG: dict[str, Any] = {"extra_body": {"ignore_eos": True}, "max_tokens": 560}
 
 
 # Markers that the model writes into answers that go on after their end. A marker that begins an answer is none of them:
@@ -240,7 +217,7 @@ def test_the_clients_leave(pools: Pools) -> None:
     before = results(pools)
 
     async def leave() -> None:
-        tasks = [asyncio.create_task(stream(pools.relay_port, prompt, **LONG)) for prompt in PROMPTS]
+        tasks = [asyncio.create_task(ask(pools.relay_port, prompt, **LONG)) for prompt in PROMPTS]
         await asyncio.to_thread(answering, pools, "B", 1)
         for task in tasks:
             task.cancel()
@@ -284,16 +261,37 @@ def test_the_lease_ends_while_the_answering_engine_stands_still(pools: Pools, ex
     no_block_is_left(pools)
 
 
+class Prefilled:
+    """Prompts that B has computed. A has not seen them, so it has to read their KV from B, or to compute them again."""
+
+    def __init__(self, pools: Pools, seed: int) -> None:
+        self._pools, self._prompts = pools, maze.prompts(4, seed=seed)
+        self._expected = asyncio.run(self._said("B", [{}] * len(self._prompts)))
+        kept = asyncio.run(computed(pools["B"].port, self._prompts))
+        self._kept = [{"kv_transfer_params": params} for params in kept]
+
+    def decode(self) -> None:
+        """Let A generate, and check that it says what B says."""
+        assert asyncio.run(self._said("A", self._kept)) == self._expected
+
+    async def _said(self, name: str, more: list[dict[str, Any]]) -> list[Said]:
+        port = self._pools[name].port
+        asked = [ask(port, prompt, extra_body=body) for prompt, body in zip(self._prompts, more, strict=True)]
+        return list(await asyncio.gather(*asked))
+
+
 def test_the_answering_engine_is_killed_and_comes_back(
     pools: Pools, expected: list[Said], expected_long: list[Said]
 ) -> None:
-    """Answers go on at the thinking engine, and no token is missing or repeated."""
+    """Answers go on at the thinking engine, and no token is missing or repeated; that engine also computes the prompts
+    whose KV it cannot read any more."""
     pools.apply(POLICY)
-    before = results(pools)
+    prefilled, before = Prefilled(pools, seed=93), results(pools)
     with under_way(pools.relay_port, **LONG) as said:
         answering(pools, "B")
         pools["B"].process.kill()
     assert words(said.result()) == expected_long
+    prefilled.decode()
     told = more(results(pools), before)
     assert sum(told.values()) == len(PROMPTS)
     assert told.keys() <= {"one_engine", "handed_over", "recomputed", "finished_on_thinking_engine"}
@@ -307,37 +305,23 @@ def test_the_answering_engine_is_killed_and_comes_back(
 
 
 def test_a_prefill_and_decode_pair(pools: Pools) -> None:
-    """B computes the prompts, and A reads their KV and generates; after B is killed, A computes the prompts itself."""
     pools.apply(POLICY)
-    # A has not seen these prompts, so it needs B or has to compute them.
-    prompts = maze.prompts(8, seed=92)
-
-    async def said(port: int, some: list[str], kept: list[dict[str, Any]]) -> list[Said]:
-        asked = [stream(port, prompt, extra_body=more) for prompt, more in zip(some, kept, strict=True)]
-        return list(await asyncio.gather(*asked))
-
-    expected = asyncio.run(said(pools["B"].port, prompts, [{}] * 8))
-    kept = [{"kv_transfer_params": params} for params in asyncio.run(computed(pools["B"].port, prompts))]
+    prefilled = Prefilled(pools, seed=92)
     before = read_tokens(pools["A"].port)
-    assert asyncio.run(said(pools["A"].port, prompts[:4], kept[:4])) == expected[:4]
+    prefilled.decode()
     assert read_tokens(pools["A"].port) > before
-    pools["B"].process.kill()
-    assert asyncio.run(said(pools["A"].port, prompts[4:], kept[4:])) == expected[4:]
-    pools.start("B")
-    pools.wait_for_engines()
     no_block_is_left(pools)
 
 
 def read_tokens(port: int) -> float:
     """Return the tokens whose KV an engine has read from another one."""
-    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text.splitlines()
+    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30, verify=False).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:external_prefix_cache_hits_total"))
 
 
 async def computed(port: int, prompts: list[str]) -> list[dict[str, Any]]:
     """Let an engine compute the prompts, and return for each the parameters by which its KV is read from there."""
-    url = f"http://127.0.0.1:{port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=600) as client:
+    async with client_of(port) as client:
         answers = [
             await client.chat.completions.create(
                 model="maze",
