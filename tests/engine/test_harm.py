@@ -32,7 +32,7 @@ MAX_ROUNDS, ROUND = 25, 24
 
 def candidate(**budget: Any) -> dict[str, Any]:
     """Return a calibrated policy whose rules may end thinking early, beside a budget."""
-    entropy = {**CONVERGED["entropy"], "holdout_share": 0.25}
+    entropy = {**CONVERGED["entropy"], "holdout_share": 0.5}
     scheduler = {"min_think_tokens": RIGHT_FROM}
     return {"scheduler": scheduler, "entropy": entropy, "budget": [{**BUDGET, **budget}]}
 
