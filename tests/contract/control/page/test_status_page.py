@@ -711,7 +711,7 @@ async def test_a_request_is_found_by_keyboard_and_its_life_shown(browser: Browse
 
 
 async def test_an_id_with_signs_of_an_address_opens_its_request(browser: Browser, tmp_path: Path) -> None:
-    odd = ["a?b", "50%25", "c&engine=d", "e+f#g h"]
+    odd = ["a?b", "50%25&engine=d+e#f g"]
     async with browsing(browser) as (page, complaints), served(tmp_path) as (control, address):
         with LinkedEngine([control.target]) as linked:
             await until(lambda: control.connected() and control.engine().acked_revision == control.fleet.revision)
