@@ -20,7 +20,7 @@ from meridian.v1 import fleet_pb2, policy_pb2
 from meridian_control.capabilities.control_group.savings import WITHDRAWER
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.self_calibration import fleet, rule
-from meridian_control.capabilities.self_calibration.episodes import LeftOut
+from meridian_control.capabilities.self_calibration.episodes import Episode, LeftOut
 from meridian_control.capabilities.self_calibration.fleet import CalibrationError, SelfCalibration
 from meridian_control.capabilities.self_calibration.learner import State, fewest
 from meridian_control.capabilities.self_calibration.rule import AUTHOR
@@ -91,11 +91,21 @@ async def policy_now(control: Control) -> Policy:
     return current.policy
 
 
+@cache
+def episodes(traffic: Traffic, count: int, seed: int) -> list[Episode]:
+    """Return requests of some traffic, of which many tests have the same."""
+    return traffic.episodes(random.Random(seed), count)
+
+
+def record(part: SelfCalibration, traffic: Traffic, count: int, who: Who = WHO, seed: int = 1) -> None:
+    for episode in episodes(traffic, count, seed):
+        part.record(who.traffic, episode)
+
+
 async def records(control: Control, traffic: Traffic, count: int, who: Who = WHO, seed: int = 1) -> None:
     part = control.fleet.part(SelfCalibration)
     part.calibrate = in_process
-    for episode in traffic.episodes(random.Random(seed), count):
-        part.record(who.traffic, episode)
+    record(part, traffic, count, who, seed)
     await part.tick()
 
 
@@ -183,8 +193,7 @@ async def test_a_request_that_is_recorded_twice_takes_no_attempt(
 async def test_a_tick_makes_one_attempt(control: Control) -> None:
     """Each one takes minutes, in which no rule could be withdrawn."""
     await apply(control, ASKED)
-    for episode in MISLED.episodes(random.Random(1), ENOUGH):
-        control.fleet.part(SelfCalibration).record(OTHER.traffic, episode)
+    record(control.fleet.part(SelfCalibration), MISLED, ENOUGH, OTHER)
     await records(control, MISLED, ENOUGH)
     assert sorted(row.state for row in await rows(control)) == ["nothing is safe", "recording"]
     await control.fleet.part(SelfCalibration).tick()
@@ -543,8 +552,7 @@ async def test_a_calibration_decides_nothing_once_another_replica_leads(control:
 
     part = control.fleet.part(SelfCalibration)
     part.calibrate = outlives_the_lead
-    for episode in EASY.episodes(random.Random(1), ENOUGH):
-        part.record(WHO.traffic, episode)
+    record(part, EASY, ENOUGH)
     with suppress(MeridianError):
         await part.tick()
     assert not control.leads
@@ -561,8 +569,7 @@ async def test_a_former_leader_that_does_not_know_it_yet_stores_nothing(control:
         raise NotLeading("another replica has led")
 
     control.rollouts.fence = refuses
-    for episode in EASY.episodes(random.Random(1), 10):
-        part.record(WHO.traffic, episode)
+    record(part, EASY, 10)
     with pytest.raises(NotLeading):
         await part.tick()
     assert part._store is not None
@@ -612,8 +619,7 @@ async def test_a_calibration_that_fails_keeps_no_other_traffic_from_its_next_ste
     part = control.fleet.part(SelfCalibration)
     part.calibrate = attempts_fail
     for who, traffic, count in ((OTHER, EASY, ENOUGH), (WHO, MISLED, 200)):
-        for episode in traffic.episodes(random.Random(2), count):
-            part.record(who.traffic, episode)
+        record(part, traffic, count, who, seed=2)
     with pytest.raises(CalibrationError, match="killed"):
         await part.tick()
     assert states == ["withdrawn"], "an attempt may take long, so all rules are looked at first"
@@ -654,8 +660,7 @@ async def test_a_rule_that_cannot_be_watched_says_so(control: Control, error: Ex
         raise error
 
     async def watched(traffic: Traffic) -> fleet_pb2.SelfCalibration:
-        for episode in traffic.episodes(random.Random(2), 100):
-            part.record(WHO.traffic, episode)
+        record(part, traffic, 100, seed=2)
         with suppress(type(error)):
             await part.tick()
         return await found(control)
@@ -679,8 +684,7 @@ async def test_a_calibration_that_the_end_of_the_replica_ends_has_not_failed(con
     await records(control, EASY, ENOUGH - 200)
     part = control.fleet.part(SelfCalibration)
     part.calibrate = part._calibrate
-    for episode in EASY.episodes(random.Random(2), 200):
-        part.record(WHO.traffic, episode)
+    record(part, EASY, 200, seed=2)
     ticking = asyncio.create_task(part.tick())
     await until(lambda: part._process is not None)
     await part.end()
@@ -689,11 +693,15 @@ async def test_a_calibration_that_the_end_of_the_replica_ends_has_not_failed(con
     assert (await found(control)).why == ""
 
 
+def small_task() -> dict[str, Any]:
+    few = [episode.to_json() for episode in episodes(EASY, 40, seed=1)]
+    return {"base": ASKED.model_dump_json(), "episodes": few, "max_loss": 0.5, "attempt": 1}
+
+
 async def test_no_calibration_outlives_the_replica(control: Control) -> None:
     """The end of the event loop would leave the process of a tick behind, or wait for ever while one is started."""
     part = control.fleet.part(SelfCalibration)
-    episodes = [episode.to_json() for episode in EASY.episodes(random.Random(1), 40)]
-    task = {"base": ASKED.model_dump_json(), "episodes": episodes, "max_loss": 0.5, "attempt": 1}
+    task = small_task()
 
     async def tick() -> None:
         with pytest.raises(CalibrationError):
@@ -711,8 +719,7 @@ async def test_no_calibration_outlives_the_replica(control: Control) -> None:
 
 async def test_the_calibration_runs_in_a_process_of_its_own(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     part = control.fleet.part(SelfCalibration)
-    episodes = [episode.to_json() for episode in EASY.episodes(random.Random(1), 40)]
-    task = {"base": ASKED.model_dump_json(), "episodes": episodes, "max_loss": 0.5, "attempt": 1}
+    task = small_task()
     assert await part.calibrate(task) == await in_process(task)
     with pytest.raises(CalibrationError, match="KeyError: 'attempt'"):
         await part.calibrate({name: task[name] for name in ("base", "episodes", "max_loss")})
@@ -750,7 +757,7 @@ async def test_the_oldest_episodes_go_while_the_store_is_away(
     control: Control, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     await apply(control, ASKED)
-    newest = EASY.episodes(random.Random(4), 3)
+    newest = episodes(EASY, 3, seed=4)
     most_bytes = sum(len(episode.to_json()) for episode in newest)
     monkeypatch.setattr(fleet, name, most_bytes if name.endswith("BYTES") else len(newest))
     with monkeypatch.context() as patched:
