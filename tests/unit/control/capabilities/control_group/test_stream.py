@@ -28,7 +28,6 @@ from tests.unit.sessions import (
     Stream,
     aborts,
     each_token_ends_a_sentence,
-    freezes,
     opens,
     play,
     reconnected,
@@ -292,17 +291,6 @@ def test_requests_count_for_the_rules_under_which_they_thought() -> None:
     same = HALF.model_copy(update={"telemetry": HALF.telemetry.model_copy(update={"report_interval_steps": 2})})
     made = play(stream(HALF), opens(CONTROL, 10, 1), 5, same, 20)
     assert (counts(made).since_revision, counts(made).control.requests) == (1, 1), "the rules are the same"
-
-
-def test_requests_of_a_frozen_engine_do_not_count() -> None:
-    made = stream(HALF)
-    made.agent.eat_nats = 3.0
-    made.open(CONTROL, think=10, answer=2)
-    made.step(5)
-    freezes(made)
-    made.step(20)
-    assert not made.agent.engine.live
-    assert savings.messages(made.session.part(ControlGroup).experiments, None) == [], "nothing has been counted"
 
 
 def test_experiments_are_few_and_their_sums_never_fall() -> None:
