@@ -25,7 +25,7 @@ RELAY = "from meridian_relay.__main__ import run; raise SystemExit(run())"
 # engine never is.
 BLOCKS = {"A": 128, "B": 4096}
 FULL = 0.05
-# Requests that each engine runs at once.
+# Requests that each engine runs at once, if nobody says otherwise.
 PLACES = 16
 # Seconds for which the thinking engine keeps the blocks of a request that was handed over.
 LEASE_S = 30
@@ -44,12 +44,19 @@ POLICY: dict[str, Any] = {
 
 class Pools:
     """The control plane, the engines and the relay. step_ms: least duration of a step in milliseconds. options: more of
-    vLLM's own options. blocks: blocks of each engine's KV cache."""
+    vLLM's own options. blocks: blocks of each engine's KV cache. places: requests that each engine runs at once."""
 
     def __init__(
-        self, folder: Path, step_ms: float = 5.0, options: Sequence[str] = (), blocks: Mapping[str, int] = BLOCKS
+        self,
+        folder: Path,
+        step_ms: float = 5.0,
+        options: Sequence[str] = (),
+        blocks: Mapping[str, int] = BLOCKS,
+        *,
+        places: int = PLACES,
     ) -> None:
         self.folder, self._step_ms, self._options, self._blocks = folder, step_ms, options, blocks
+        self._places = places
         self._engines: dict[str, Served] = {}
         self._listening = {name: f"127.0.0.1:{free_port()}" for name in ("control", "relay")}
         self.relay_port = free_port()
@@ -84,7 +91,8 @@ class Pools:
             "kv_connector_extra_config": {"kv_lease_duration": LEASE_S, **extra},
         }
         options = ["--kv-transfer-config", json.dumps(config), "--worker-cls", "tests.engine.nixl_worker.Worker"]
-        options += ["--num-gpu-blocks-override", str(self._blocks[name]), "--max-num-seqs", str(PLACES), *self._options]
+        options += ["--num-gpu-blocks-override", str(self._blocks[name]), "--max-num-seqs", str(self._places)]
+        options += self._options
         more = {
             **NIXL,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
