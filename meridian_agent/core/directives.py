@@ -42,13 +42,19 @@ MAX_WAIT_STEPS = 16
 MAX_SKIP_STEPS = 1024
 
 # Parts of the directives, as bits. ORDER: dispatch plans and soft closes. CAPS: caps on thinking. RULES: forced ends by
-# the entropy rules, and their probes. MEMORY: eviction tiers and admission. OPERATOR: forced ends by operators.
-# HAND_OVERS: requests that go to another engine. PREEMPTS: waiting requests that may preempt others. A lease ends one
-# or more of these parts; a section's own lease never ends OPERATOR, HAND_OVERS or PREEMPTS.
-ORDER, CAPS, RULES, MEMORY, OPERATOR, HAND_OVERS, PREEMPTS = 1, 2, 4, 8, 16, 32, 64
-ALL_BUT_CAPS = ORDER | RULES | MEMORY | OPERATOR | HAND_OVERS | PREEMPTS
+# the entropy rules, and all probes. MEMORY: eviction tiers and admission. OTHER_ENDS: forced ends by operators, by the
+# loop rule and by capabilities of one's own. HAND_OVERS: requests that go to another engine. PREEMPTS: waiting requests
+# that may preempt others. A lease ends one or more of these parts; a section's own lease never ends OTHER_ENDS,
+# HAND_OVERS or PREEMPTS.
+ORDER, CAPS, RULES, MEMORY, OTHER_ENDS, HAND_OVERS, PREEMPTS = 1, 2, 4, 8, 16, 32, 64
+ALL_BUT_CAPS = ORDER | RULES | MEMORY | OTHER_ENDS | HAND_OVERS | PREEMPTS
 # Part of a forced end by its reason; all other reasons, also those of a newer control plane, belong to RULES.
-PARTS = {agent_pb2.FORCE_REASON_SOFT_CLOSE: ORDER, agent_pb2.FORCE_REASON_OPERATOR: OPERATOR}
+PARTS = {
+    agent_pb2.FORCE_REASON_SOFT_CLOSE: ORDER,
+    agent_pb2.FORCE_REASON_OPERATOR: OTHER_ENDS,
+    agent_pb2.FORCE_REASON_LOOP: OTHER_ENDS,
+    agent_pb2.FORCE_REASON_EXTENSION: OTHER_ENDS,
+}
 
 # Decisions to take in before a step, and again before its masks. More than that wait only in a flood of messages,
 # during which requests must not wait.

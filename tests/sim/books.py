@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR, ORDER, RULES
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, OTHER_ENDS, RULES
 from meridian_agent.core.phases import Markers, Phase, begin
 from tests.sim import rest
 from tests.sim.engine import BLOCK, CONTEXT
@@ -29,8 +29,19 @@ if TYPE_CHECKING:
     from tests.sim.network import SteppedLink
 
 
-# The part of the directives that a forced end belongs to, by reason; all other reasons belong to RULES.
-PARTS = {agent_pb2.FORCE_REASON_SOFT_CLOSE: ORDER, agent_pb2.FORCE_REASON_OPERATOR: OPERATOR}
+# The part of the directives that a forced end belongs to, by reason; other reasons belong to a section without a lease.
+PARTS = {
+    agent_pb2.FORCE_REASON_SOFT_CLOSE: ORDER,
+    **dict.fromkeys(
+        (
+            agent_pb2.FORCE_REASON_EAT,
+            agent_pb2.FORCE_REASON_RANK,
+            agent_pb2.FORCE_REASON_RPDI,
+            agent_pb2.FORCE_REASON_GIVE_UP,
+        ),
+        RULES,
+    ),
+}
 
 
 class EngineBooks:
@@ -149,7 +160,7 @@ class EngineBooks:
         for force in message.forces:
             watched = self._meant(force.decision_id)
             if watched and not force.shadow and watched.state.phase is Phase.THINK:
-                watched.force = PARTS.get(force.reason, RULES)
+                watched.force = PARTS.get(force.reason, OTHER_ENDS)
         for tr in tracker.by_id.values():
             ids = [tr.cap.decision_id if tr.cap else 0, tr.ending.decision_id if tr.ending else 0]
             self._own(tr, [*ids, tr.tier[0] if tr.tier else 0])
@@ -177,6 +188,13 @@ class EngineBooks:
             here = tr.info.request_id
             assert meant == here, f"decision {decision_id} was made for {meant} and is applied to {here}"
 
+    def _forget_lapsed(self, parts: int) -> None:
+        """Note that the decisions of these parts of the directives have ended with their lease."""
+        self._forget_forces(parts)
+        if parts & CAPS:
+            for watched in self.requests.values():
+                watched.cap, watched.default = None, Limits()
+
     def _forget_forces(self, parts: int) -> None:
         for watched in self.requests.values():
             watched.force &= ~parts
@@ -188,6 +206,7 @@ class EngineBooks:
         agent = self.engine.agent
         if agent is None:
             return
+        self._forget_lapsed(agent._lapsed)
         for tr in agent.tracker.by_id.values():
             watched = self.requests[tr.info.request_id]
             if not watched.known:
@@ -269,10 +288,7 @@ class EngineBooks:
     def _after_lease(self, agent: Any) -> None:
         """Check that everything is gone that an expired lease ends; caps end only if the policy gave them a lease."""
         lapsed, plan = agent._lapsed, agent.directives.plan
-        self._forget_forces(lapsed)
-        if lapsed & CAPS:
-            for watched in self.requests.values():
-                watched.cap, watched.default = None, Limits()
+        self._forget_lapsed(lapsed)
         if lapsed & RULES:
             assert not agent.directives.probes, "probes wait past the lease"
         if lapsed & ORDER:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from meridian_control.policy.model import PER_REQUEST, Policy
-from meridian_control.policy.schema import EnginePolicy, FallbackPolicy
+from meridian_control.policy.schema import EnginePolicy
 from meridian_control.policy.section import INT32_MAX, Section
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ def _section(rng: random.Random, section: type[Section], extreme: float, only: S
     in place of all."""
     drawn: dict[str, Any] = {}
     for name, info in section.model_fields.items():
-        # The books expect caps without a lease of their own.
-        if (only and name not in only) or (name == "lease_ms" and section is not FallbackPolicy):
+        if only and name not in only:
             continue
         if name == "rank_conditions":
             if rng.random() < 0.3:

@@ -43,7 +43,7 @@ class Watched:
     cap: tuple[Limits, bool] | None = None
     # Tokens that the request has generated.
     generated: int = 0
-    # The part of the directives (ORDER, RULES or OPERATOR) of an accepted force that has not begun, or 0.
+    # The part of the directives (ORDER, RULES or OTHER_ENDS) of an accepted force that has not begun, or 0.
     force: int = 0
     ending_left: int = 0
     # The state before the newest token, and the number of ends of thinking before the one in which the model has

@@ -2194,8 +2194,8 @@ class Settings(_message.Message):
     if only lease_ms counts.
     """
     entropy_lease_ms: _builtins.int
-    """Milliseconds without an answer after which the decisions of the policy section `entropy` end; 0 if only lease_ms
-    counts.
+    """Milliseconds without an answer after which the decisions of the policy section `entropy`, and all probes, end; 0 if
+    only lease_ms counts.
     """
     kv_memory_lease_ms: _builtins.int
     """Milliseconds without an answer after which the decisions of the policy section `kv_memory` end; 0 if only lease_ms

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, OPERATOR, ORDER, RULES, Directives
+from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, OTHER_ENDS, RULES, Directives
 from meridian_agent.core.step_record import Outcome
 from tests.fakes.engine import END, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, plan
@@ -60,7 +60,11 @@ def test_what_a_lease_ends_and_nothing_else(parts: int, dropped: list[int]) -> N
     ("reason", "kept_by", "ended_by"),
     [
         (agent_pb2.FORCE_REASON_SOFT_CLOSE, CAPS | RULES | MEMORY, ORDER),
-        (agent_pb2.FORCE_REASON_OPERATOR, ORDER | CAPS | RULES | MEMORY, OPERATOR),
+        (agent_pb2.FORCE_REASON_EAT, ORDER | CAPS | MEMORY, RULES),
+        (agent_pb2.FORCE_REASON_OPERATOR, ORDER | CAPS | RULES | MEMORY, OTHER_ENDS),
+        # These sections have no lease of their own.
+        (agent_pb2.FORCE_REASON_LOOP, ORDER | CAPS | RULES | MEMORY, OTHER_ENDS),
+        (agent_pb2.FORCE_REASON_EXTENSION, ORDER | CAPS | RULES | MEMORY, OTHER_ENDS),
         # A newer control plane's reason belongs to the rules.
         (99, ORDER | CAPS | MEMORY, RULES),
     ],
