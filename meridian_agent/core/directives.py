@@ -92,7 +92,7 @@ class Directives:
         nothing."""
         if decision_id:
             think = live.think_tokens if live is not None else 0
-            self._tracker.record.outcomes.append((decision_id, outcome, think, detail))
+            self._tracker.record.outcomes.append((decision_id, outcome, think, detail, 0))
 
     def lose_markers(self) -> None:
         """Refuse all decisions that would end thinking, also ends that have begun, because the thinking markers are not
@@ -259,11 +259,15 @@ class Directives:
         if cap is None or not cap.shadow or cap.reported:
             return
         if reserved < cap.max_think_tokens and reserved <= think_tokens:
-            cap.reported = True
             detail = f"answer_reserve_tokens is {cap.answer_reserve_tokens}"
-            self._tracker.record.outcomes.append((cap.decision_id, Outcome.SHADOWED, reserved, detail))
+            self._shadowed(cap, reserved, agent_pb2.FORCE_REASON_ANSWER_RESERVE, detail)
         elif think_tokens >= cap.max_think_tokens:
-            self._close_cap(live, Outcome.SHADOWED)
+            self._shadowed(cap, think_tokens, agent_pb2.FORCE_REASON_HARD_CAP)
+
+    def _shadowed(self, cap: Cap, think_tokens: int, reason: agent_pb2.ForceReason.ValueType, detail: str = "") -> None:
+        """Report a cap in shadow. reason: what would have ended thinking after `think_tokens` thinking tokens."""
+        cap.reported = True
+        self._tracker.record.outcomes.append((cap.decision_id, Outcome.SHADOWED, think_tokens, detail, reason))
 
     def forced_tokens(self, live: LiveRequest, rows: int, drafts: Sequence[int] = ()) -> dict[int, int]:
         """Return the tokens to force in this step's rows as {row: token id}; a step has one row for each token that it
@@ -310,9 +314,8 @@ class Directives:
         and the reserve would have ended the thinking there."""
         cap = live.cap
         if cap is not None and cap.shadow and not cap.reported and cap.answer_reserve_tokens:
-            cap.reported = True
             detail = "the model stopped while it thought"
-            self._tracker.record.outcomes.append((cap.decision_id, Outcome.SHADOWED, think_tokens, detail))
+            self._shadowed(cap, think_tokens, agent_pb2.FORCE_REASON_PREMATURE_STOP, detail)
 
     def _waits(self, live: LiveRequest, ending: Ending, rows: int) -> bool:
         """Return whether a soft close waits, because it would divide a number or an abbreviation. It does not wait past

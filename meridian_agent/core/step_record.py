@@ -210,8 +210,8 @@ class StepRecord:
     joined: list[tuple[int, float]] = field(default_factory=list)
     # Requests that were preempted for waiting ones: (decision id, slot, tokens that are expected to be computed again).
     preemptions: list[tuple[int, int, int]] = field(default_factory=list)
-    # Outcomes of decisions: (decision id, outcome, thinking tokens, detail).
-    outcomes: list[tuple[int, int, int, str]] = field(default_factory=list)
+    # Outcomes of decisions: (decision id, outcome, thinking tokens, detail, DecisionOutcome.reason).
+    outcomes: list[tuple[int, int, int, str, int]] = field(default_factory=list)
     # The values of COUNTERS, in the last record of a report.
     counters: tuple[float, ...] = ()
     # The record must be sent at once: a request has arrived or changed its phase in this step and a decision about it

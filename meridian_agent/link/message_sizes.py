@@ -104,7 +104,7 @@ def record_bytes(record: Record) -> int:
     if record.is_text:
         return size
     size += sum([_opened_bytes(row) for row in record.opened])
-    size += sum([OUTCOME_BYTES + _bytes(detail) for *_, detail in record.outcomes])
+    size += sum([OUTCOME_BYTES + _bytes(detail) for *_, detail, _ in record.outcomes])
     slots = len(record.preempted) + len(record.resumed) + len(record.closed) + len(record.loops)
     size += SLOT_BYTES * (slots + len(record.joined) + len(record.continued) + len(record.preemptions))
     return size + PROBE_BYTES * len(record.probes)
@@ -134,7 +134,7 @@ def reports_of(record: StepRecord, most_bytes: int, sparse: bool) -> Iterator[ag
     for name in ("joined", "probes", "loops", "preempted", "resumed", "continued", "preemptions"):
         for some in _chunks(listed := getattr(record, name), [PROBE_BYTES] * len(listed), most):
             yield step_report([_like(record, **{name: some})], sparse)
-    sizes = [OUTCOME_BYTES + _bytes(detail) for *_, detail in record.outcomes]
+    sizes = [OUTCOME_BYTES + _bytes(detail) for *_, detail, _ in record.outcomes]
     for some in _chunks(record.outcomes, sizes, most):
         yield step_report([_like(record, outcomes=some)], sparse)
     chunks = list(_chunks(record.closed, [SLOT_BYTES] * len(record.closed), most)) or [[]]

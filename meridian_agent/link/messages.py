@@ -180,8 +180,10 @@ def _add(report: agent_pb2.StepReport, record: StepRecord) -> None:
         report.preemptions.decision_id.append(decision_id)
         report.preemptions.slot.append(slot)
         report.preemptions.recompute_tokens.append(tokens)
-    for decision_id, outcome, think_tokens, detail in record.outcomes:
-        report.outcomes.add(decision_id=decision_id, outcome=outcome, think_tokens=think_tokens, detail=detail)
+    for decision_id, outcome, think_tokens, detail, reason in record.outcomes:
+        report.outcomes.add(
+            decision_id=decision_id, outcome=outcome, think_tokens=think_tokens, detail=detail, reason=reason
+        )
 
 
 def _sparse_columns(records: Sequence[Record]) -> agent_pb2.SparseColumns | None:

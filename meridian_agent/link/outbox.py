@@ -93,7 +93,7 @@ class Outbox:
         self.unreported = Unreported()
         self.reports_dropped = 0
         # Outcomes of dropped records, kept so that each decision still gets its one outcome.
-        self._kept_outcomes: list[tuple[int, int, int, str]] = []
+        self._kept_outcomes: list[tuple[int, int, int, str, int]] = []
         # Numbers of outcomes queued and sent; each number is written by one thread only.
         self._outcomes_in = self._outcomes_out = 0
         # Milliseconds from queueing the newest answered report to its answer.

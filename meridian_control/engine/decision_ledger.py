@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from meridian_control.engine.totals import Totals
     from meridian_control.journal.journal import Journal
 
-# Name of the answer reserve as the reason for an end of thinking.
-ANSWER_RESERVE = reason_name(agent_pb2.FORCE_REASON_ANSWER_RESERVE)
 # Kinds of decision that end thinking.
 ENDING = ("force", "cap")
 # Kinds of decision that the agent applies when they arrive. Caps and probes wait for their token, tiers for the end of
@@ -153,8 +151,8 @@ class Ledger:
             if decision is None:
                 self._totals.unknown_outcomes += 1
             else:
-                outcome = reported.outcome
-                settled.append(self._finish(decision, outcome, reported.think_tokens, reported.detail[:MAX_TEXT]))
+                outcome, detail = reported.outcome, reported.detail[:MAX_TEXT]
+                settled.append(self._finish(decision, outcome, reported.think_tokens, detail, reported.reason))
                 if decision.kind == "probe" and self.concerns(decision):
                     slot = decision.slot
                 elif step is not None and decision.kind in AT_ONCE and outcome == agent_pb2.OUTCOME_APPLIED:
@@ -201,15 +199,21 @@ class Ledger:
                 yield
 
     def _finish(
-        self, decision: Decision, outcome: agent_pb2.Outcome.ValueType, think_tokens: int = 0, detail: str = ""
+        self,
+        decision: Decision,
+        outcome: agent_pb2.Outcome.ValueType,
+        think_tokens: int = 0,
+        detail: str = "",
+        limit: agent_pb2.ForceReason.ValueType = agent_pb2.FORCE_REASON_UNSPECIFIED,
     ) -> Decision:
-        """Note the outcome of a decision, which the caller then counts; return the decision."""
+        """Note the outcome of a decision, which the caller then counts; return the decision. limit: as in
+        DecisionOutcome.reason."""
         if decision.kind == "cap" and not decision.shadow and think_tokens >= decision.cap_tokens:
             # The agent counts the policy's cap in shadow as shadowed, where the request's own has ended thinking.
             outcome = agent_pb2.OUTCOME_APPLIED if outcome == agent_pb2.OUTCOME_SHADOWED else outcome
         decision.outcome, decision.outcome_think_tokens, decision.detail = outcome, think_tokens, detail
         if decision.kind in ENDING and outcome in CARRIED_OUT:
-            self._carried_out(decision, outcome == agent_pb2.OUTCOME_SHADOWED, think_tokens)
+            self._carried_out(decision, outcome == agent_pb2.OUTCOME_SHADOWED, think_tokens, limit)
         return decision
 
     def _count(self, settled: list[Decision]) -> None:
@@ -220,18 +224,25 @@ class Ledger:
         if self._journal is not None:
             self._journal.settled(settled)
 
-    def _carried_out(self, decision: Decision, shadowed: bool, think_tokens: int) -> None:
-        # A cap in shadow that is reached before its number of tokens is reached by its answer reserve.
-        by_reserve = shadowed and think_tokens < decision.cap_tokens
-        reason = ANSWER_RESERVE if by_reserve else decision.reason
+    def _carried_out(
+        self, decision: Decision, shadowed: bool, think_tokens: int, limit: agent_pb2.ForceReason.ValueType
+    ) -> None:
+        reason = decision.reason if decision.kind == "force" else _limit_name(decision, think_tokens, limit)
         if shadowed:
             self._totals.ends[f"{reason}_shadowed"] += 1
         if decision.slot is not None and self.concerns(decision):
             self.last[decision.slot] = decision
             if shadowed:
-                # Whatever set a cap, the section that is in shadow has enforced it on nobody.
-                is_cap = decision.kind == "cap" and not by_reserve
-                self._shadow.fired(decision.slot, "hard_cap" if is_cap else reason, think_tokens)
+                self._shadow.fired(decision.slot, reason, think_tokens)
                 holdout = self._policies.holdout
                 if decision.kind == "force" and self._table.control[decision.slot] and holdout is not None:
                     holdout.carried_out(decision.slot, reason, think_tokens)
+
+
+def _limit_name(decision: Decision, think_tokens: int, limit: agent_pb2.ForceReason.ValueType) -> str:
+    """Return what a cap in shadow would have ended thinking by, whatever has set it, as the real end would be counted.
+    limit: as in DecisionOutcome.reason."""
+    if limit == agent_pb2.FORCE_REASON_UNSPECIFIED:
+        by_reserve = think_tokens < decision.cap_tokens
+        limit = agent_pb2.FORCE_REASON_ANSWER_RESERVE if by_reserve else agent_pb2.FORCE_REASON_HARD_CAP
+    return reason_name(limit)

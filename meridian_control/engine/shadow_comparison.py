@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # section. All entries of a section that shortens in stages count as one rule, whose reason is the section's name, with
 # the caps that they would set. The section and the reason of a capability of one's own have its name.
 SECTIONS = {
-    **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve"), "scheduler"),
+    **dict.fromkeys(("soft_close", "hard_cap", "answer_reserve", "premature_stop"), "scheduler"),
     **dict.fromkeys(ENTROPY_REASONS, "entropy"),
     "give_up": "give_up",
     "loop": "loop",

@@ -108,7 +108,7 @@ def test_no_end_begins_where_a_grammar_constrains_the_token(constrained: tuple[i
     made = masks.grammar_bitmask
     ending = [[1 << BEGUN], [1 << TEXT], [1 << END]]
     assert made[1:4].tolist() == (ending if ends else rows[1:4].tolist())
-    details = [detail for *_, detail in thinker.tracker.record.outcomes]
+    details = [detail for *_, detail, _ in thinker.tracker.record.outcomes]
     assert details == ([] if ends else ["a grammar constrains the answer"])
 
 

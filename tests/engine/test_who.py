@@ -143,7 +143,7 @@ def test_a_full_engine_computes_probes_as_rows(llm: Any, agent: Any, control: Co
     control.apply({**DENSE, "kv_memory": {"enabled": False}})
     with records(agent) as seen:
         assert paced(llm, chosen, params, settled) == reference
-    assert [detail for record, *_ in seen for _, outcome, _, detail in record.outcomes if outcome == 6] == []
+    assert [detail for record, *_ in seen for _, outcome, _, detail, _ in record.outcomes if outcome == 6] == []
     measured = probes(seen).values()
     assert len(measured) == len(chosen)
     assert all(len(each) > 10 for each in measured)
@@ -160,7 +160,7 @@ def test_probes_that_cannot_run_are_refused_with_the_reason(
     before = agent.preempted_think
     with records(agent) as seen:
         paced(llm, [*cases(), *cases()[:2]], endless(agent, max_tokens=60), settled)
-    details = {detail for record, *_ in seen for _, outcome, _, detail in record.outcomes if outcome == 6}
+    details = {detail for record, *_ in seen for _, outcome, _, detail, _ in record.outcomes if outcome == 6}
     assert "no running place to spare" in details
     assert agent.preempted_think == before
     control.settled()

@@ -149,7 +149,7 @@ class FakeEngine:
         self.tracker.record.step = self.step
         self.tracker.record.gauges = Gauges(running=len(self.live))
         record = self.tracker.take_record()
-        for decision_id, outcome, _, _ in record.outcomes:
+        for decision_id, outcome, *_ in record.outcomes:
             self.outcomes.setdefault(decision_id, []).append(Outcome(outcome))
         self.records.append(record)
         return record

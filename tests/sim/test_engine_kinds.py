@@ -419,12 +419,12 @@ def test_a_tier_of_a_sessions_input_ends_with_the_input(made: Callable[..., Engi
     step(engine, 3)
     why = "the streaming session keeps its blocks"
     refused = agent_pb2.OUTCOME_REFUSED
-    assert [(number, outcome, detail) for number, outcome, _, detail in told[:2]] == [
+    assert [(number, outcome, detail) for number, outcome, _, detail, _ in told[:2]] == [
         (1, refused, why),
         (2, refused, why),
     ]
     cut = "the answer was cut: a later request may go on with it"
-    assert [(number, outcome, detail) for number, outcome, _, detail in told[2:]] == [(3, refused, cut)]
+    assert [(number, outcome, detail) for number, outcome, _, detail, _ in told[2:]] == [(3, refused, cut)]
     assert (tracker.unfreed, tracker.by_id) == ({}, {})
 
 

@@ -1950,6 +1950,7 @@ class DecisionOutcome(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     THINK_TOKENS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.int
     """Id of the decision."""
     outcome: Global___Outcome.ValueType
@@ -1958,6 +1959,10 @@ class DecisionOutcome(_message.Message):
     """Thinking tokens of the request when the outcome was reached, for decisions about thinking."""
     detail: _builtins.str
     """Reason of a refusal, or a note on what the agent did (for example "7 blocks")."""
+    reason: Global___ForceReason.ValueType
+    """What would have ended thinking, for a ThinkCap with OUTCOME_SHADOWED: HARD_CAP, ANSWER_RESERVE or PREMATURE_STOP.
+    From an older agent it is unspecified; then the reserve would have if think_tokens is below the cap.
+    """
     def __init__(
         self,
         *,
@@ -1965,10 +1970,11 @@ class DecisionOutcome(_message.Message):
         outcome: Global___Outcome.ValueType = ...,
         think_tokens: _builtins.int = ...,
         detail: _builtins.str = ...,
+        reason: Global___ForceReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "detail", b"detail", "outcome", b"outcome", "think_tokens", b"think_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision_id", b"decision_id", "detail", b"detail", "outcome", b"outcome", "reason", b"reason", "think_tokens", b"think_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2505,8 +2511,7 @@ class ThinkCap(_message.Message):
     answer_reserve_tokens: _builtins.int
     """Tokens of the request's max_tokens and of the context that the end of thinking, with its closing text and marker,
     leaves to the answer; 0 for no reserve. A request with a reserve does not end while it thinks, see
-    FORCE_REASON_PREMATURE_STOP. If a reserve in shadow would have ended thinking, the outcome SHADOWED has fewer thinking
-    tokens than max_think_tokens.
+    FORCE_REASON_PREMATURE_STOP. DecisionOutcome.reason says if a reserve in shadow would have ended thinking.
     """
     extended: _builtins.bool
     """Whether an empty answer has extended the cap. The agent only returns it, as RequestOpened.cap_extended."""

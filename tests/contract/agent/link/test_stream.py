@@ -112,9 +112,9 @@ async def test_what_the_engine_says_before_it_knows_of_the_new_stream(scripted: 
     with LinkedEngine([scripted.target]) as engine:
         engine.open("a")
         await until(lambda: engine.link.lease.connected)
-        engine.send(StepRecord(step=1, outcomes=[(1, 1, 0, "of the old stream")]))
+        engine.send(StepRecord(step=1, outcomes=[(1, 1, 0, "of the old stream", 0)]))
         engine.take_inbox()
-        engine.send(StepRecord(step=2, outcomes=[(1, 2, 0, "of the new stream")]))
+        engine.send(StepRecord(step=2, outcomes=[(1, 2, 0, "of the new stream", 0)]))
         await until(lambda: "step" in scripted.kinds())
         assert scripted.kinds() == ["hello", "snapshot", "step"]
         assert [o.detail for o in scripted.received[-1].step.outcomes] == ["of the new stream"]

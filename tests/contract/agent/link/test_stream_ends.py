@@ -174,7 +174,7 @@ async def test_a_server_that_stops_reading(scripted: Scripted) -> None:
         # This loop would hang if `send` waited for the server.
         for sent in range(400_000):
             reports_dropped = engine.link.outbox.reports_dropped
-            record = StepRecord(step=sent, outcomes=[(sent + 1, 1, 0, "")], slots=[0] * 50)
+            record = StepRecord(step=sent, outcomes=[(sent + 1, 1, 0, "", 0)], slots=[0] * 50)
             record.phases = record.flags = record.rows = [2] * 50
             engine.send(record)
             before, dropped = dropped, engine.link.outbox.reports_dropped > reports_dropped
@@ -285,7 +285,7 @@ async def test_outcomes_that_nobody_reads_are_bounded(scripted: Scripted) -> Non
         engine.open("a")
         await until(lambda: engine.link.lease.connected)
         engine.take_inbox()
-        outcomes = [(1, 1, 0, "")] * 1000
+        outcomes = [(1, 1, 0, "", 0)] * 1000
         for step in range(1, 2 * INBOX_DECISIONS // 1000):
             engine.send(StepRecord(step=step, outcomes=list(outcomes)))
             if scripted.kinds().count("hello") == 2:

@@ -44,7 +44,7 @@ def test_a_request_is_handed_over_with_its_blocks() -> None:
     assert (decided.url, decided.ref) == (URL, "r")
     engine.feed("a", [END])
     engine.finish("a", handed_over=7)
-    ((_, outcome, think_tokens, detail),) = engine.take().outcomes
+    ((_, outcome, think_tokens, detail, _),) = engine.take().outcomes
     assert (outcome, think_tokens, detail) == (Outcome.APPLIED, 1, "7 blocks")
 
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_handed_over_is_refused(
     engine, live = engine_with(markers, **own)
     engine.directives.hand_overs.refusal = refusal
     decide(engine, 1)
-    ((_, outcome, _, told),) = engine.take().outcomes
+    ((_, outcome, _, told, _),) = engine.take().outcomes
     assert (outcome, told) == (Outcome.REFUSED, detail)
     assert engine.directives.hand_overs.of(live) is None
 

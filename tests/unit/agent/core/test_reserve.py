@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import CAPS
 from meridian_agent.core.phases import (
@@ -57,7 +58,7 @@ def left_after_end(engine: FakeEngine, most: int) -> int:
 
 
 def details(engine: FakeEngine) -> dict[int, str]:
-    return {decision_id: detail for r in engine.records for decision_id, _, _, detail in r.outcomes}
+    return {decision_id: detail for r in engine.records for decision_id, _, _, detail, _ in r.outcomes}
 
 
 @pytest.mark.parametrize("markers", ALL, ids=NAMES)
@@ -196,7 +197,7 @@ def test_a_reserve_in_shadow_reports_where_it_would_have_ended_thinking(lookahea
     assert engine.thinking("a")
     assert engine.outcomes == {1: [Outcome.SHADOWED]}
     (outcome,) = (o for r in engine.records for o in r.outcomes)
-    assert outcome[2:] == (33, "answer_reserve_tokens is 10")
+    assert outcome[2:] == (33, "answer_reserve_tokens is 10", agent_pb2.FORCE_REASON_ANSWER_RESERVE)
 
 
 def test_a_reserve_in_shadow_that_was_not_reached() -> None:

@@ -144,7 +144,7 @@ class Engine:
 
     @property
     def told(self) -> Told:
-        return self.tracker.record.outcomes
+        return [outcome[:4] for outcome in self.tracker.record.outcomes]
 
 
 def crowded(a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, **fields: Any) -> Engine:

@@ -212,7 +212,7 @@ def test_where_no_probe_can_be_hidden_each_is_refused_with_the_reason() -> None:
     probing = ProbeRunner(tracker, directives, BLOCK, True, never="HiSparseConnector moves the KV of every request")
     directives.probes.put_back((1, tracked(all_token_ids=[9] * 41), 0, 0))
     assert probing.place(scheduler_of(10_000, 10_000), observes=True) == []
-    ((_, outcome, _, detail),) = tracker.record.outcomes
+    ((_, outcome, _, detail, _),) = tracker.record.outcomes
     assert (outcome, detail) == (Outcome.REFUSED, "HiSparseConnector moves the KV of every request")
     cache = SimpleNamespace(kv_cache_groups=[0])
     config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))

@@ -49,7 +49,7 @@ INFOS = st.builds(
 )
 DECIDED = st.booleans(), st.integers(0, 14)
 ROWS = st.tuples(SLOTS, INFOS, st.integers(0, 3), NUMBERS, NUMBERS, NUMBERS, *DECIDED, *[st.booleans()] * 4)
-OUTCOMES = st.tuples(st.integers(0, 2**63), st.integers(0, 7), NUMBERS, TEXTS)
+OUTCOMES = st.tuples(st.integers(0, 2**63), st.integers(0, 7), NUMBERS, TEXTS, st.integers(0, 14))
 PROBES = st.tuples(st.integers(0, 2**63), SLOTS, NUMBERS, MS, NUMBERS, NUMBERS, st.booleans(), st.booleans())
 
 

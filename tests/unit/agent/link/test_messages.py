@@ -130,7 +130,7 @@ def test_a_full_record() -> None:
         resumed=[2],
         closed=[(0, 1)],
         joined=[(3, 1500.0), (0, 0.0)],
-        outcomes=[(5, 1, 64, "7 blocks")],
+        outcomes=[(5, 1, 64, "7 blocks", 14)],
         counters=tuple({"output_critical": 2, "agent_seconds": 0.5}.get(name, 0) for name in COUNTERS),
     )
     last = StepRecord(step=6, step_time_ms=2.0, gauges=Gauges(0.25, 2), slots=[2], phases=[3], flags=[0], rows=[0])
@@ -157,7 +157,13 @@ def test_a_full_record() -> None:
     assert report.joined == agent_pb2.JoinedColumns(slot=[3, 0], queueing_ms=[1500.0, 0.0])
     assert list(report.closed) == [agent_pb2.RequestClosed(slot=0, reason=agent_pb2.FINISH_REASON_STOP)]
     assert list(report.outcomes) == [
-        agent_pb2.DecisionOutcome(decision_id=5, outcome=agent_pb2.OUTCOME_APPLIED, think_tokens=64, detail="7 blocks")
+        agent_pb2.DecisionOutcome(
+            decision_id=5,
+            outcome=agent_pb2.OUTCOME_APPLIED,
+            think_tokens=64,
+            detail="7 blocks",
+            reason=agent_pb2.FORCE_REASON_PREMATURE_STOP,
+        )
     ]
     assert not report.HasField("counters"), "the last record has no counters"
     assert step_report([first]).counters == agent_pb2.AgentCounters(output_critical=2, agent_seconds=0.5)

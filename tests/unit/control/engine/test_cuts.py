@@ -100,7 +100,7 @@ class Engine:
             record.probes.append(MeasuredProbe(self.probes.get(slot, 0), slot, place, eat_nats, 1, same, empty, True))
         for slot in (*step.samples, *step.refused):
             if asked := self.probes.pop(slot, 0):
-                record.outcomes.append((asked, agent_pb2.OUTCOME_APPLIED, 0, ""))
+                record.outcomes.append((asked, agent_pb2.OUTCOME_APPLIED, 0, "", 0))
         return record
 
     def fired(self) -> list[tuple[Any, ...]]:

@@ -150,3 +150,25 @@ def test_the_first_of_cap_and_reserve_in_shadow_counts() -> None:
     made.step(40)
     assert made.session.totals.ends == {"natural": 2, "hard_cap_shadowed": 1, "answer_reserve_shadowed": 1}
     assert shadows(made) == {"": (2, 38, 12), RESERVE: (1, 18, 7), "hard_cap": (2, 40, 10)}
+
+
+def test_a_stop_in_shadow_is_counted_as_the_end_that_would_have_followed() -> None:
+    made = stream(with_reserve(14, shadow=True))
+    made.open("a", max_tokens=60)
+    made.step(11)
+    made.agent.engine.directives.shadow_stop(made.agent.engine.live["a"], 10)
+    made.agent.engine.finish("a")
+    made.step()
+    assert made.session.totals.ends == {"premature_stop_shadowed": 1}
+    assert shadows(made) == {"": (1, 10, 1), "premature_stop": (1, 10, 1)}
+    assert made.balanced()
+
+
+@pytest.mark.parametrize(("think_tokens", "reason"), [(99, RESERVE), (100, "hard_cap")])
+def test_from_an_older_agent_less_thinking_than_the_cap_means_the_reserve(think_tokens: int, reason: str) -> None:
+    made = stream(with_reserve(14, shadow=True))
+    made.open("a", max_tokens=60)
+    (cap,) = made.step().caps
+    shadowed = agent_pb2.OUTCOME_SHADOWED
+    made.say(outcomes=[{"decision_id": cap.decision_id, "outcome": shadowed, "think_tokens": think_tokens}])
+    assert made.session.totals.ends == {f"{reason}_shadowed": 1}
