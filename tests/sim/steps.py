@@ -38,8 +38,10 @@ class Prepared:
     # Sequences of the phase that is left out, and the number of them that may join.
     shared: set[str] = field(default_factory=set)
     may_join: int = 0
-    # Largest number of tokens of the whole step, if prompts are held back; otherwise None.
-    tokens: int | None = None
+    # Running requests that are past their prompt; and the largest number of tokens of all others together, if prompts
+    # are held back, otherwise None.
+    decodes: set[str] = field(default_factory=set)
+    prompt_tokens: int | None = None
     # Requests that may be admitted while admission is held, and whether they are first in the queue.
     admitted: set[str] | None = None
     are_first: bool = True
@@ -93,10 +95,12 @@ class Steps:
         elif plan.output_per_step is not None and Phase.THINK in streaming:
             self._share(Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps, prepared, skipped)
         if plan.prefill_tokens_per_step is not None and Phase.OUTPUT in streaming:
-            decodes = len(prepared.running) * (1 + self._scheduler.num_spec_tokens)
+            prepared.decodes = {r.request_id for r in self._scheduler.running if not r.is_prefill_chunk}
+            # Draft tokens that are not there leave their places to prompts, and so do probes that find no blocks.
+            spare = len(prepared.decodes) * self._scheduler.num_spec_tokens
             probes = sum(not placed.cost_tokens for placed in agent.probing.placed.values())
-            probing = probes * (1 + len(agent.tracker.markers.probe))
-            prepared.tokens = decodes + probing + max(1, plan.prefill_tokens_per_step)
+            spare += probes * (1 + len(agent.tracker.markers.probe))
+            prepared.prompt_tokens = spare + max(1, plan.prefill_tokens_per_step)
 
     def _share(
         self, phase: Phase, per_step: int, max_skip_steps: int, prepared: Prepared, skipped: dict[str, int]
@@ -229,9 +233,9 @@ class Steps:
         assert len(joined) <= prepared.may_join or not prepared.shared, (
             f"{len(joined)} of a phase join a step, {prepared.may_join} may"
         )
-        total = self._engine.scheduled_tokens
-        assert prepared.tokens is None or total <= prepared.tokens, (
-            f"a step of {total} tokens, {prepared.tokens} allowed"
+        prompts = sum(tokens for name, tokens in scheduled.items() if name not in prepared.decodes)
+        assert prepared.prompt_tokens is None or prompts <= prepared.prompt_tokens, (
+            f"a step of {prompts} prompt tokens, {prepared.prompt_tokens} allowed"
         )
         if prepared.admitted is not None:
             came = {r for r in scheduled if not is_probe(r)} - prepared.running

@@ -179,6 +179,20 @@ def test_a_share_leaves_nobody_out_while_no_answer_streams(made: Callable[..., E
     assert engine.agent.queues.think_skips > 0
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_prompts_take_no_tokens_of_thinking_that_is_left_out(made: Callable[..., Engine], is_async: bool) -> None:
+    engine = made(Shape(is_async=is_async, blocks=900, places=64, batch_tokens=512))
+    answer(engine, "answer")
+    for number in range(20):
+        add(engine, f"thinks {number}", [TEXT[0], START], THINKS)
+    step(engine, 4)
+    obey(engine, agent_pb2.DispatchPlan(think_per_step=1, max_skip_steps=50, prefill_tokens_per_step=8))
+    add(engine, "new", [TEXT[1]] * 40, THINKS, 5)
+    step(engine, 8)
+    assert engine.agent.queues.think_skips > 0
+    assert [members["new"] for members in engine.schedule if "new" in members][:5] == [8] * 5
+
+
 def test_a_rank_changes_no_priority_for_good(made: Callable[..., Engine]) -> None:
     """A rank is a fraction, which a float has no room for beside a priority such as a time in nanoseconds."""
     engine = made(Shape(blocks=200, places=8, batch_tokens=128, policy="priority"))
