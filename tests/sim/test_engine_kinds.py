@@ -193,6 +193,24 @@ def test_prompts_take_no_tokens_of_thinking_that_is_left_out(made: Callable[...,
     assert [members["new"] for members in engine.schedule if "new" in members][:5] == [8] * 5
 
 
+@pytest.mark.parametrize(("policy", "first"), [("fcfs", "new"), ("priority", "thinks")])
+def test_a_prompt_in_pieces_is_preempted_before_thinking_unless_vllm_goes_by_priority(
+    made: Callable[..., Engine], policy: str, first: str
+) -> None:
+    engine = made(Shape(blocks=24, places=8, batch_tokens=128, policy=policy))
+    answer(engine, "answer")
+    for number in range(3):
+        add(engine, f"thinks {number}", [TEXT[0], START], THINKS)
+    step(engine, 4)
+    obey(engine, agent_pb2.DispatchPlan(max_skip_steps=3, prefill_tokens_per_step=2))
+    add(engine, "new", [TEXT[1]] * 80, THINKS, 5)
+    while not (preempted := [r.request_id for r in engine.scheduler.requests.values() if r.num_preemptions]):
+        step(engine, 1)
+    assert [name.partition(" ")[0] for name in preempted] == [first]
+    step(engine, 200)
+    assert len(engine.finished) == 5
+
+
 def test_a_rank_changes_no_priority_for_good(made: Callable[..., Engine]) -> None:
     """A rank is a fraction, which a float has no room for beside a priority such as a time in nanoseconds."""
     engine = made(Shape(blocks=200, places=8, batch_tokens=128, policy="priority"))
