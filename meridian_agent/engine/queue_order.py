@@ -225,9 +225,7 @@ class QueueOrder:
         others = (live for live in self._tracker.by_id.values() if live.run_row < 0)
         if not self._can_redraw and any(request_api.awaits_seeded_token(live.ref) for live in others):
             return None
-        step = scheduler.current_step + 1
-        joins = [not r.is_prefill_chunk and step >= r.next_decode_eligible_step for r in scheduler.running]
-        decodes = joins.count(True) * (1 + scheduler.num_spec_tokens)
+        decodes = scheduler_api.decode_tokens(scheduler)
         # With too few tokens for a piece of a prompt no request would be admitted, and no preempted one come back.
         tokens = decodes + probing + max(self._least_piece, plan.prefill_tokens_per_step)
         return tokens if tokens < scheduler.max_num_scheduled_tokens else None

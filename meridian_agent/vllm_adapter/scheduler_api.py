@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from meridian_agent.vllm_adapter.request_api import awaits_seeded_token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from meridian_agent.vllm_types import GrammarOutput, Request, Scheduler
 
@@ -180,9 +180,23 @@ def wanted_tokens(scheduler: Scheduler) -> tuple[int, list[int]]:
     most = len(running) * (1 + scheduler.num_spec_tokens)
     if not pieces and 2 * most <= scheduler.max_num_scheduled_tokens:
         return most, []
-    threshold, step = scheduler.scheduler_config.long_prefill_token_threshold, scheduler.current_step + 1
-    others = (r for r in running if not r.is_prefill_chunk and step >= r.next_decode_eligible_step)
-    return sum(map(_tokens_left, others)), [min(piece, threshold or piece) for piece in pieces]
+    threshold = scheduler.scheduler_config.long_prefill_token_threshold
+    return sum(map(_tokens_left, _decodes(scheduler))), [min(piece, threshold or piece) for piece in pieces]
+
+
+def decode_tokens(scheduler: Scheduler) -> int:
+    """Return how many tokens of the next step the running requests take that are past their prompt, without those that
+    the step leaves out. If no prompt is computed in pieces, this is an upper bound for the coming steps, too, which may
+    have more draft tokens."""
+    if any(request.is_prefill_chunk for request in scheduler.running):
+        return sum(map(_tokens_left, _decodes(scheduler)))
+    return len([*_decodes(scheduler)]) * (1 + scheduler.num_spec_tokens)
+
+
+def _decodes(scheduler: Scheduler) -> Iterator[Request]:
+    """Yield the running requests that are past their prompt and may join the next step."""
+    step = scheduler.current_step + 1
+    return (r for r in scheduler.running if not r.is_prefill_chunk and step >= r.next_decode_eligible_step)
 
 
 def input_tokens(scheduler: Scheduler, sequences: int) -> int:

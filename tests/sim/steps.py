@@ -96,8 +96,10 @@ class Steps:
             self._share(Phase.OUTPUT, plan.output_per_step, plan.max_skip_steps, prepared, skipped)
         if plan.prefill_tokens_per_step is not None and Phase.OUTPUT in streaming:
             prepared.decodes = {r.request_id for r in self._scheduler.running if not r.is_prefill_chunk}
-            # Draft tokens that are not there leave their places to prompts, and so do probes that find no blocks.
-            spare = len(prepared.decodes) * self._scheduler.num_spec_tokens
+            # Draft tokens that are not there leave their places to the first piece of a prompt, and probes that find no
+            # blocks leave theirs to any.
+            has_pieces = len(prepared.decodes) < len(self._scheduler.running)
+            spare = 0 if has_pieces else len(prepared.decodes) * self._scheduler.num_spec_tokens
             probes = sum(not placed.cost_tokens for placed in agent.probing.placed.values())
             spare += probes * (1 + len(agent.tracker.markers.probe))
             prepared.prompt_tokens = spare + max(1, plan.prefill_tokens_per_step)

@@ -179,9 +179,13 @@ def test_a_share_leaves_nobody_out_while_no_answer_streams(made: Callable[..., E
     assert engine.agent.queues.think_skips > 0
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
-def test_prompts_take_no_tokens_of_thinking_that_is_left_out(made: Callable[..., Engine], is_async: bool) -> None:
-    engine = made(Shape(is_async=is_async, blocks=900, places=64, batch_tokens=512))
+@pytest.mark.parametrize(("is_async", "drafts"), [(False, 0), (True, 0), (False, 2)])
+def test_prompts_take_no_tokens_of_thinking_that_is_left_out(
+    made: Callable[..., Engine], is_async: bool, drafts: int
+) -> None:
+    """Nor those of drafts that the drafter has not made, except for the first piece of a prompt."""
+    engine = made(Shape(is_async=is_async, drafts=drafts, blocks=900, places=64, batch_tokens=512))
+    engine.scheduler.update_draft_token_ids = lambda _: None
     answer(engine, "answer")
     for number in range(20):
         add(engine, f"thinks {number}", [TEXT[0], START], THINKS)
@@ -190,7 +194,8 @@ def test_prompts_take_no_tokens_of_thinking_that_is_left_out(made: Callable[...,
     add(engine, "new", [TEXT[1]] * 40, THINKS, 5)
     step(engine, 8)
     assert engine.agent.queues.think_skips > 0
-    assert [members["new"] for members in engine.schedule if "new" in members][:5] == [8] * 5
+    pieces = [members["new"] for members in engine.schedule if "new" in members]
+    assert pieces[:4] == ([8] * 4 if not drafts else [pieces[0], 8, 8, 8])
 
 
 @pytest.mark.parametrize(("policy", "first"), [("fcfs", "new"), ("priority", "thinks")])
