@@ -98,6 +98,7 @@ def _unknown_reports(message: agent_pb2.ConnectRequest) -> None:
     for closed in report.closed:
         closed.reason = UNKNOWN  # type: ignore[assignment]
     for outcome in report.outcomes:
+        outcome.reason = UNKNOWN  # type: ignore[assignment]
         if outcome.outcome == agent_pb2.OUTCOME_SUPERSEDED:
             outcome.outcome = UNKNOWN  # type: ignore[assignment]
 
