@@ -79,5 +79,5 @@ class PrematureStops:
         """Let vLLM finish the requests among these that wait to be queued anew; None stands for all requests."""
         asked = (request_ids,) if isinstance(request_ids, str) else request_ids
         for request_id in [r for r in self.waiting if asked is None or r in asked]:
-            del self.waiting[request_id]
             premature_stops.show_as_running(scheduler.requests[request_id])
+            del self.waiting[request_id]

@@ -71,19 +71,23 @@ def _is_left(out: Any, request: Any, v2: bool) -> bool:
 
 def resume(scheduler: Any, request: Any) -> None:
     """Take a stopped request's newest token back and queue the request anew, at the front. The tokens of a step that is
-    still in flight with it follow its stop, so they are dropped."""
-    request._output_token_ids.pop()
-    request._all_token_ids.pop()
+    still in flight with it follow its stop, so they are dropped.
+
+    After a fault within it, another call completes what the first one has begun: a request that has stopped has its
+    token, one that is shown as running has lost it, and one that is preempted is queued.
+    """
+    running = type(request.status).RUNNING
+    if request.is_finished():
+        request.status, *_ = running, request._output_token_ids.pop(), request._all_token_ids.pop()
     hashed = getattr(scheduler, "hash_block_size", scheduler.block_size)
     del request.block_hashes[request.num_tokens // hashed :]
     request.stop_reason = None
-    if request.num_computed_tokens:
-        show_as_running(request)
+    if request.status is running and request.num_computed_tokens:
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-    else:
+    elif request.status is running:
         # vLLM had preempted the request before its stop was known, and has counted that.
-        request.status, request.drop_stale_output = type(request.status).PREEMPTED, True
-        scheduler.waiting.prepend_request(request)
+        request.drop_stale_output = True
+        request.status, _ = type(request.status).PREEMPTED, scheduler.waiting.prepend_request(request)
     # The request may resume in the coming step, which vLLM itself never lets happen after a preemption. If it was in
     # the newest step, vLLM would not send its tokens then, which Model Runner V1 needs under asynchronous scheduling.
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -101,10 +105,9 @@ def let_go(scheduler: Any, taken_out: Mapping[str, bool]) -> None:
     has ended.
     """
     for request_id, is_taken_out in taken_out.items():
-        request = scheduler.requests.get(request_id)
-        if request is None or not request.is_finished():
+        if (request := scheduler.requests.get(request_id)) is None:
             continue
-        if is_taken_out:
+        if is_taken_out or not request.is_finished():
             resume(scheduler, request)
         else:
             scheduler._free_request(request)

@@ -14,6 +14,7 @@ from meridian_agent.vllm_adapter import premature_stops
 class Status(Enum):
     RUNNING = 1
     FINISHED_STOPPED = 2
+    PREEMPTED = 3
 
 
 def test_tokens_of_a_step_under_way_do_not_take_the_place_of_a_stop_that_is_taken_back() -> None:
@@ -39,6 +40,46 @@ def test_tokens_of_a_step_under_way_do_not_take_the_place_of_a_stop_that_is_take
     )
     premature_stops.let_go(scheduler, {"r": True})
     assert preempted == [("r", Status.RUNNING, True)]
+    assert (request._output_token_ids, request._all_token_ids) == ([7], [5, 6, 7])
+
+
+@pytest.mark.parametrize("computed", [2, 0])
+def test_what_a_fault_has_interrupted_is_completed(computed: int) -> None:
+    """Without computed tokens, vLLM has preempted the request before."""
+    request: Any = SimpleNamespace(
+        request_id="r",
+        status=Status.FINISHED_STOPPED,
+        is_finished=lambda: request.status is Status.FINISHED_STOPPED,
+        _output_token_ids=[7, 8],
+        _all_token_ids=[5, 6, 7, 8],
+        block_hashes=[],
+        num_tokens=3,
+        num_computed_tokens=computed,
+    )
+    queued: list[Status] = []
+
+    def queue(request: Any, *_: float, **__: bool) -> None:
+        queued.append(request.status)
+        if len(queued) == 1:
+            raise MemoryError
+
+    def preempt(request: Any, *_: float, **__: bool) -> None:
+        queue(request)
+        request.status = Status.PREEMPTED
+
+    scheduler = SimpleNamespace(
+        requests={"r": request},
+        block_size=16,
+        prev_step_scheduled_req_ids={"r"},
+        _preempt_request=preempt,
+        waiting=SimpleNamespace(prepend_request=queue),
+    )
+    with pytest.raises(MemoryError):
+        premature_stops.resume(scheduler, request)
+    # The next calls queue it once.
+    for _ in range(2):
+        premature_stops.let_go(scheduler, {"r": True})
+    assert (queued, request.status) == ([Status.RUNNING] * 2, Status.PREEMPTED)
     assert (request._output_token_ids, request._all_token_ids) == ([7], [5, 6, 7])
 
 
