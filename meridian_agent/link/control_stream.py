@@ -47,7 +47,7 @@ BACKOFF_S = (0.2, 5.0)
 MAY_BE_TLS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 # Largest number of failures that are remembered, so that the log has each of them once.
 COMPLAINTS = 64
-# Seconds within which the control plane must answer the agent's end of the stream.
+# Seconds within which the control plane must answer the agent's end of the stream, and the agent leave it.
 GOODBYE_S = 2.0
 # A stream shorter than this many seconds counts as a failure, so the wait before the next stream keeps doubling.
 SETTLED_S = 1.0
@@ -289,6 +289,9 @@ class ControlStream:
                     logger.log(self._why_level, "meridian: stream to %s ended: %s", target, self._why or _status(error))
                 elif not self._stop.is_set():
                     self._complain(target, _code(error), self._why or _status(error))
+            else:
+                if self._why:
+                    logger.log(self._why_level, "meridian: stream to %s ended: %s", target, self._why)
             finally:
                 patience.cancel()
                 self._lost()
@@ -369,7 +372,21 @@ class ControlStream:
             self.lease.say_state()
         elif kind == "going_away":
             logger.info("meridian: the control plane is going away: %s", clean(response.going_away.reason, MAX_FAULT))
-            self.restart("the control plane is going away")
+            self._leave("the control plane is going away")
+
+    def _leave(self, why: str) -> None:
+        """End the stream once all is sent that counts as brought; at the latest after GOODBYE_S, such as from an engine
+        that makes no step meanwhile. why: for the log."""
+        if not self._why:
+            self._why, self._why_level = why, logging.INFO
+        self.outbox.leave()
+        if self._call is not None:
+            self._cancel_later(self._call)
+
+    def _cancel_later(self, call: grpc.Call) -> None:
+        late = threading.Timer(GOODBYE_S, call.cancel)
+        late.daemon = True
+        late.start()
 
     def _give_up(self, why: str) -> None:
         """End a stream on which too much waits: a new stream is better than a decision that gets lost without an

@@ -42,6 +42,8 @@ LATE_TOKENS = 24
 # Seconds between two reports, so that faster steps share a report; and seconds after which the sender of an idle engine
 # looks at the ring again.
 REST_S, IDLE_WAIT_S = 0.002, 1.0
+# Seconds between two looks of an idle engine's sender at whether the agent can leave the stream.
+LEAVE_S = 0.02
 # Seconds between two reports of steps that computed no text, while nothing else changes.
 EMPTY_REPORT_S = 0.1
 # Number of newest reports whose time of queueing is remembered.
@@ -118,8 +120,11 @@ class Outbox:
         The record is sent when `wake` is called, or a little later. If the last record before an idle time is dropped,
         the stream is ended, because no later record could carry its outcomes.
         """
-        lease = self._lease
-        if not lease.connected or self._inbox.new_stream_waits():
+        lease, ring = self._lease, self.ring
+        if ring.leaves and not ring.left and self.unreported.is_settled:
+            ring.left = True
+            ring.put(None)
+        if not lease.connected or ring.left or self._inbox.new_stream_waits():
             self._streaming = False
             self.unreported.lose(record)
             return
@@ -156,7 +161,7 @@ class Outbox:
         """Queue a step of text, which waits for others. Return False if only `send` can queue it, as a record. Never
         waits."""
         lease, ring = self._lease, self.ring
-        if lease.attention or lease.idle or not (self.follows and lease.connected):
+        if lease.attention or lease.idle or ring.leaves or not (self.follows and lease.connected):
             return False
         if ring.qsize() >= RING_RECORDS:
             return False
@@ -227,6 +232,16 @@ class Outbox:
         self._outcomes_out = self._outcomes_in
         return self.ring
 
+    def leave(self) -> None:
+        """Let the engine leave the stream, whose sender ends once all that is queued is sent; what comes later counts
+        as unreported. If the engine is idle, the sender ends by itself."""
+        self.ring.leaves = True
+        self.ring.rouse()
+
+    def has_left(self, ring: RecordRing) -> bool:
+        """Return whether an idle engine has left the stream, so that its sender can end."""
+        return ring.leaves and self._lease.idle and self.unreported.is_settled and not ring.qsize()
+
     @property
     def surplus(self) -> int:
         """Number of messages on the ring above the largest number of records."""
@@ -266,6 +281,12 @@ class Outbox:
                 item = held if held is not None else self._first(ring, search)
             except queue.Empty:
                 self.at_rest()
+                if ring.leaves and self._lease.idle:
+                    # An answer, or the record with which the engine has fallen idle, may be about to come.
+                    ring.rest(LEAVE_S)
+                    if self.has_left(ring):
+                        return
+                    ring.rouse()
                 if not ring.qsize() and self._heartbeat_due(now := self._lease.clock(), sent_s):
                     self._queued.clear()
                     yield agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat())
@@ -275,7 +296,7 @@ class Outbox:
             if item is None:
                 # The process may be gone before the end of this side has arrived.
                 goodbye = agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(last=True))
-                yield from [goodbye] * (self.heartbeat_s > 0)
+                yield from [goodbye] * (self.heartbeat_s > 0 and not ring.leaves)
                 return
             if isinstance(item, agent_pb2.ConnectRequest):
                 # The control plane's answer to this message names the newest report, which may be old, so no round trip

@@ -28,6 +28,9 @@ class RecordQueue(Generic[T]):
         # Numbers of urgent and of due items added and taken out; each number is written by one thread only.
         self._laid_pressing = self._taken_pressing = 0
         self._laid_due = self._taken_due = 0
+        # Whether the agent is to leave the stream; and whether it has, so that nothing more is to be added. The latter
+        # is set on the engine's thread.
+        self.leaves = self.left = False
 
     def lay(self, item: T, presses: bool = False, due: bool = False) -> None:
         """Add an item without waking the reader. presses: the item is urgent and does not wait for others. due: the
@@ -49,6 +52,10 @@ class RecordQueue(Generic[T]):
     def put(self, item: T) -> None:
         """Add an item and wake the reader at once."""
         self._items.append(item)
+        self.rouse()
+
+    def rouse(self) -> None:
+        """Wake the reader at once, whatever is there."""
         self._wanted = 0
         self._bell.put(None)
 

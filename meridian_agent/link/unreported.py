@@ -4,10 +4,11 @@ count for budgets and tenants.
 While a stream is heard, all that is queued on it counts as brought, and nothing is counted here. Once records cannot be
 queued any more, or no answer has come for SILENT_S seconds, the thinking tokens so far of each request are noted as
 told; those that follow are unreported, also those of requests that end meanwhile. A snapshot says them, and they count
-as brought once the control plane has answered it. So a replica that ends the stream loses the reports under way, and
-one that only falls silent those of about SILENT_S seconds. Thinking that is found when a live request is read again is
-brought by the next snapshot, also if the request has ended by then. No token counts twice, unless a replica takes in
-messages and never answers them. Runs on the engine-core thread, except where stated.
+as brought once the control plane has answered it. So a stream that breaks off loses the reports under way, one whose
+replica falls silent those of about SILENT_S seconds, and one that the agent leaves, because it is sent away, none.
+Thinking that is found when a live request is read again is brought by the next snapshot, also if the request has ended
+by then. No token counts twice, unless a replica takes in messages and never answers them. Runs on the engine-core
+thread, except where stated.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class Unreported:
     def arrives(self) -> bool:
         """Whether the control plane has answered, so that all that is queued counts as brought."""
         return self._awaited_step is not None and self.heard_step >= self._awaited_step
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that is queued counts as brought, or nothing is queued."""
+        return self._awaited_step is None or self.arrives
 
     def lose(self, record: StepRecord) -> None:
         """Note that a record is not queued, because there is no stream or because the ring is full."""

@@ -291,10 +291,11 @@ class Fleet:
         self.going_away(reason)
 
     def send_away(self, connection: Connection, reason: str) -> None:
-        """Ask an agent to connect to another replica, and end its stream."""
+        """Ask an agent to connect to another replica. Its stream ends once the agent has sent what counts as brought;
+        AgentService bounds how long that takes."""
         message = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason=reason))
         connection.say([message], self.clock())
-        connection.close("going_away")
+        connection.closing = "going_away"
 
     @property
     def revision(self) -> int:

@@ -50,6 +50,8 @@ HELLO_S = 10.0
 BACK_S = 3.0
 # Seconds within which gRPC cancels a call whose connection is broken; less than an agent waits for its stream's end.
 BREAKS_S = 0.2
+# Seconds within which an agent that is sent away must end its side of the stream.
+LEAVES_S = 3.0
 # Seconds between two looks for engines whose streams broke off.
 LOOK_S = 1.0
 EPOCH = datetime.fromtimestamp(0, UTC)
@@ -108,6 +110,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         try:
             while (response := await connection.outgoing.get()) is not None:
                 yield response
+                _end_if_away(connection, response)
                 if connection.overflowed and connection.outgoing.empty():
                     # Responses were left out, so the agent must come back with a snapshot.
                     break
@@ -120,7 +123,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 # The agent's side ends also if the connection breaks; gRPC cancels the call soon after that.
                 await asyncio.sleep(BREAKS_S)
         except (asyncio.CancelledError, GeneratorExit):
-            # An agent that is sent away may leave before gRPC's work on the GoingAway is over.
+            # An agent of an earlier version that is sent away may leave before gRPC's work on the GoingAway is over.
             left = "agent_closed" if connection.session.shuts_down else "disconnected"
             reason = connection.closing or left
             raise
@@ -221,6 +224,12 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             raise
         finally:
             await connection.outgoing.put(None)
+
+
+def _end_if_away(connection: Connection, response: agent_pb2.ConnectResponse) -> None:
+    """End a stream LEAVES_S seconds after the agent was asked to leave it, unless the agent ends it before."""
+    if response.HasField("going_away"):
+        asyncio.get_running_loop().call_later(LEAVES_S, connection.put, [None])
 
 
 def _connected(engine: fleet_pb2.Engine) -> int:

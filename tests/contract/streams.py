@@ -105,10 +105,13 @@ class Scripted(agent_pb2_grpc.AgentServiceServicer):
             yield agent_pb2.ConnectResponse(welcome=welcome)
         reader = asyncio.create_task(self._read(request_iterator))
         self._newest = [answering, reader]
+        said = asyncio.ensure_future(self._to_say.get())
         try:
-            while True:
-                yield await self._to_say.get()
+            while reader in (await asyncio.wait({said, reader}, return_when=asyncio.FIRST_COMPLETED))[1] or said.done():
+                yield said.result()
+                said = asyncio.ensure_future(self._to_say.get())
         finally:
+            said.cancel()
             reader.cancel()
 
     async def _read(self, requests: AsyncIterator[agent_pb2.ConnectRequest]) -> None:

@@ -5,18 +5,20 @@ Each stream is two queues with delays. Everything moves in `tick`s, at the virtu
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from meridian.v1 import agent_pb2
 
 from meridian_agent.link import control_stream as link_module
-from meridian_agent.link.control_stream import ControlStream
+from meridian_agent.link.control_stream import GOODBYE_S, ControlStream
 from meridian_agent.link.record_queue import RecordQueue
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import MeridianError
 from meridian_control.common.slices import at_once
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.server.agent_service import LEAVES_S
 
 if TYPE_CHECKING:
     import random
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 KEEPALIVE_S = 45.0
 # Responses in flight at which the server's side waits.
 WINDOW = 32
+# In place of a message, the end of the agent's side of a stream.
+END = agent_pb2.ConnectRequest()
 
 
 class Stream:
@@ -42,6 +46,8 @@ class Stream:
         self.up: deque[tuple[float, agent_pb2.ConnectRequest]] = deque()
         self.down: deque[tuple[float, agent_pb2.ConnectResponse]] = deque()
         self.connection: Connection | None = None
+        # Time at which the server ends the stream of an agent that it has sent away.
+        self.leaves_by_s = math.inf
         # Time at which each side learns that the stream is over; None while the stream is open.
         self.agent_learns_s: float | None = None
         self.server_learns_s: float | None = None
@@ -101,6 +107,8 @@ class SteppedLink(ControlStream):
         self._heard = False
         self._first_waits_s: float | None = None
         self._messages: Any = None
+        # Time at which the link ends a stream that it is asked to leave.
+        self._leaves_by_s = math.inf
         network.links.append(self)
 
     def start(self) -> None:
@@ -151,6 +159,8 @@ class SteppedLink(ControlStream):
             if response.HasField("welcome"):
                 self.session_id = response.welcome.session_id
             self._receive(response)
+        if now >= self._leaves_by_s:
+            self.stream.cancel()
         if self.stream.agent_learns_s is not None and self.stream.agent_learns_s <= now:
             self._end()
             return
@@ -158,12 +168,15 @@ class SteppedLink(ControlStream):
         ring: Any = self.outbox.ring
         ring.fall_asleep(*self.outbox._wanted())
 
+    def _cancel_later(self, call: Any) -> None:
+        self._leaves_by_s = min(self._leaves_by_s, self._network.timeline.now_s + GOODBYE_S)
+
     def _connect(self) -> None:
         # As at the beginning of `_stream`.
         self.outbox.new_ring()
         ring: Any = SteppedRing()
         self.outbox.ring = ring
-        self._heard = False
+        self._heard, self._leaves_by_s = False, math.inf
         self.stream = self._network.connect()
         if self.stream is None:
             self._end()
@@ -186,7 +199,10 @@ class SteppedLink(ControlStream):
     def _say(self, now: float) -> None:
         """Send the records that are due; a record waits for others of its interval, but not for long."""
         assert self.stream is not None
-        if now < self.mute_until_s:
+        if now < self.mute_until_s or self._messages is None:
+            return
+        if self.outbox.has_left(self.outbox.ring) and not self._holds():
+            self._end_side()
             return
         if not self.outbox.ring.qsize() and not self._holds():
             self._first_waits_s = None
@@ -201,7 +217,16 @@ class SteppedLink(ControlStream):
             return
         self._first_waits_s = None
         while self.outbox.ring.qsize() or self._holds():
-            self.stream.send(self.stream.up, next(self._messages))
+            if (message := next(self._messages, None)) is None:
+                self._end_side()
+                return
+            self.stream.send(self.stream.up, message)
+
+    def _end_side(self) -> None:
+        """End the agent's side of the stream, whose responses still arrive."""
+        assert self.stream is not None
+        self.stream.send(self.stream.up, END)
+        self._messages = None
 
 
 class Server:
@@ -248,10 +273,15 @@ class Server:
             return
         for stream in list(self.streams):
             while stream in self.streams and (message := stream.arrived(stream.up)) is not None:
-                self._receive(self.fleet, stream, message)
+                if message is not END:
+                    self._receive(self.fleet, stream, message)
+                elif stream.connection is not None:
+                    stream.connection.put([None])
                 self._drain(self.fleet, stream)
             if stream in self.streams and stream.server_learns_s is not None and stream.server_learns_s <= now:
                 self._leave(self.fleet, stream, "disconnected")
+            if stream in self.streams and stream.leaves_by_s <= now:
+                self._leave(self.fleet, stream, "going_away")
         for stream in list(self.streams):
             self._drain(self.fleet, stream)
 
@@ -275,6 +305,8 @@ class Server:
             if response is None:
                 self._leave(fleet, stream, connection.closing)
                 return
+            if response.HasField("going_away"):
+                stream.leaves_by_s = min(stream.leaves_by_s, self._network.timeline.now_s + LEAVES_S)
             stream.send(stream.down, response)
         if connection is not None and connection.overflowed:
             self._leave(fleet, stream, "overflow")

@@ -593,8 +593,8 @@ class ConnectResponse(_message.Message):
 
     @_builtins.property
     def going_away(self) -> Global___GoingAway:
-        """Announces that the server is about to close this stream. The agent connects again, to another replica if there is
-        one.
+        """Announces that the server is about to close this stream. The agent ends its side and connects again, to another
+        replica if there is one.
         """
 
     @_builtins.property
@@ -2115,7 +2115,10 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class GoingAway(_message.Message):
-    """Announces that the control plane ends a stream."""
+    """Announces that the control plane ends a stream. The agent queues nothing more, and ends its side once all that is
+    queued is sent and an answer has shown that it arrives, so that no thinking is lost or counts twice. The control plane
+    waits for that for a few seconds. An older agent ends the stream at once.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

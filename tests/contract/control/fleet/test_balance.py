@@ -9,7 +9,7 @@ import grpc
 
 from tests.contract.raw_engine import RawEngine
 from tests.fakes.linked import until
-from tests.replicated import client
+from tests.replicated import client, until_answer
 
 if TYPE_CHECKING:
     from tests.replicated import Replicated
@@ -24,4 +24,8 @@ async def test_a_replica_that_is_added_gets_engines(replicated: Replicated) -> N
             await RawEngine(channel, f"e{number}").welcomed()
         await replicated.started()
         await until(lambda: "2 of 12 engines are sent to other replicas: the mean is 6.0" in one.log())
-        assert len(await asked.connected()) == 10
+
+        async def connected() -> int:
+            return len(await asked.connected())
+
+        await until_answer(connected, 10)

@@ -19,6 +19,7 @@ from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNS
 from meridian_control.policy import formats
 from tests.contract.control.fleet.test_record import Recorder, check_replay
 from tests.contract.ctl import ctl
+from tests.contract.streams import controlling
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
@@ -242,6 +243,42 @@ async def test_a_stop_loses_nothing(own: Process) -> None:
         answer = await asked.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest())
     assert [int(entry.used_tokens) for entry in answer.budgets] == [thought(engine)] * 2 == [20, 20]
     assert "Traceback" not in own.log()
+
+
+async def test_an_engine_that_is_sent_away_loses_no_token(control: Control, tmp_path: Path) -> None:
+    """Two replicas send an engine to and fro while it thinks, and while it has just fallen idle."""
+    async with controlling(tmp_path / "other.db") as other:
+        for each in (control, other):
+            await each.set_policy(budgeted(10**9))
+            await each.fleet.part(BudgetSharing).begin()
+        order = [control.target, other.target]
+        ended = 0
+        with LinkedEngine(order, shuffle=lambda targets: targets.sort(key=order.index)) as engine:
+            outbox = engine.link.outbox
+            for number in range(8):
+                here = other if number % 2 else control
+                await engine.steps_until(lambda at=here: at.connected() and outbox.follows)  # type: ignore[misc]
+                engine.open(f"a{number}", tenant="acme", max_tokens=100_000)
+                engine.open(f"b{number}", tenant="acme", max_tokens=100_000)
+                order.reverse()
+                # These reports are under way when the replica sends the engine away.
+                for _ in range(5):
+                    engine.step()
+                (connection,) = here.fleet.connections
+                here.fleet.send_away(connection, "a test")
+                for name in list(engine.engine.live)[: 1 if number % 3 else None]:
+                    ended += engine.engine.live[name].state.think_tokens
+                    engine.engine.finish(name)
+                await engine.steps_until(lambda at=here, gone=connection: gone not in at.fleet.connections)  # type: ignore[misc]
+            await engine.steps_until(lambda: control.connected() and outbox.follows)
+            made = ended + thought(engine)
+
+            async def counted() -> int:
+                for each in (control, other):
+                    await each.fleet.part(BudgetSharing).tick()
+                return sum(each.fleet.part(BudgetSharing).budgets.counted["acme"] for each in (control, other))
+
+            await until_answer(counted, made)
 
 
 async def put_in_force(asked: Client, new: Policy) -> None:
