@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
@@ -50,8 +51,10 @@ HELLO_S = 10.0
 BACK_S = 3.0
 # Seconds within which gRPC cancels a call whose connection is broken; less than an agent waits for its stream's end.
 BREAKS_S = 0.2
-# Seconds within which an agent that is sent away must end its side of the stream.
+# Seconds within which an agent that is sent away must end its side of the stream; and the least and the most seconds
+# after which every agent is sent away, before gRPC ends its connection for its age and what is under way is lost.
 LEAVES_S = 3.0
+LASTS_S = 20 * 3600.0, 21 * 3600.0
 # Seconds between two looks for engines whose streams broke off.
 LOOK_S = 1.0
 EPOCH = datetime.fromtimestamp(0, UTC)
@@ -107,6 +110,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if may_log:
             self._log_connected(connection.session)
         reason = "agent_closed"
+        ages = _later(random.uniform(*LASTS_S), self._fleet.send_away, connection, "the stream is old")
         try:
             while (response := await connection.outgoing.get()) is not None:
                 yield response
@@ -128,6 +132,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             reason = connection.closing or left
             raise
         finally:
+            ages.cancel()
             reader.cancel()
             place.close()
             self._fleet.leave(connection, reason)
@@ -226,10 +231,14 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             await connection.outgoing.put(None)
 
 
+def _later(seconds: float, call: Callable[..., object], *args: object) -> asyncio.TimerHandle:
+    return asyncio.get_running_loop().call_later(seconds, call, *args)
+
+
 def _end_if_away(connection: Connection, response: agent_pb2.ConnectResponse) -> None:
     """End a stream LEAVES_S seconds after the agent was asked to leave it, unless the agent ends it before."""
     if response.HasField("going_away"):
-        asyncio.get_running_loop().call_later(LEAVES_S, connection.put, [None])
+        _later(LEAVES_S, connection.put, [None])
 
 
 def _connected(engine: fleet_pb2.Engine) -> int:

@@ -21,6 +21,7 @@ from meridian_agent.link.inbox import INBOX_DECISIONS, INBOX_MESSAGES
 from meridian_agent.link.messages import decisions_in
 from meridian_agent.link.outbox import RING_RECORDS
 from meridian_agent.link.record_queue import RecordQueue
+from meridian_control.server import agent_service
 from tests.contract.streams import Clock, Control, Scripted, controlling
 from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of, requests_of
@@ -308,6 +309,14 @@ async def test_going_away(control: Control, tmp_path: Path) -> None:
             (gone,) = engines_of(control.fleet)
             assert gone.open_decisions == 0
             assert sum(gone.decisions.values()) == sum(gone.outcomes.values())
+
+
+async def test_an_old_stream_is_left_before_it_breaks_off(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_service, "LASTS_S", (0.0, 0.0))
+    with LinkedEngine([control.target]) as engine:
+        await until(lambda: control.fleet.stream_ends.get("going_away"))
+        monkeypatch.undo()
+        await until(lambda: engine.link.lease.connected and control.connected())
 
 
 # Parts of programs with an engine's link.
