@@ -12,7 +12,7 @@ from meridian.v1 import agent_pb2
 
 from meridian_control.common.opened_request import is_under_way
 from meridian_control.common.slices import SLICE_ROWS
-from meridian_control.journal.records import Circumstances, Life, LifeEvent, TokenCounts
+from meridian_control.journal.records import FREEZE, Circumstances, Life, LifeEvent, TokenCounts
 from meridian_control.journal.request_ids import sampled
 from meridian_control.policy.effects import is_gated
 
@@ -36,10 +36,6 @@ FINISH_NAMES = {
     agent_pb2.FINISH_REASON_ERROR: "error",
     agent_pb2.FINISH_REASON_REPETITION: "repetition",
 }
-
-
-# Kinds of the events between which an engine is frozen.
-FREEZE = "frozen", "thawed"
 
 
 class Journal:

@@ -15,7 +15,7 @@ from meridian_control.common.enum_names import stage_name
 from meridian_control.common.errors import NotFound
 from meridian_control.common.plain_data import same
 from meridian_control.common.slices import SLICE_ROWS
-from meridian_control.journal.records import Decision
+from meridian_control.journal.records import FREEZE, Decision
 from meridian_control.journal.request_ids import is_called
 from meridian_control.policy.effects import EXTENSION_LEAD_TOKENS, answer_reserve, only_gives_up, probe_lead_tokens
 
@@ -148,8 +148,25 @@ def newest_life(answers: Iterable[fleet_pb2.ExplainRequestResponse]) -> fleet_pb
     response.life.open_time.CopyFrom(parts[0].life.open_time)
     response.life.joined_late = parts[0].life.joined_late
     response.life.events_left_out = sum(part.life.events_left_out for part in parts)
-    response.life.events.sort(key=lambda event: event.time.ToNanoseconds())
+    events = list(_with_thaws(sorted(response.life.events, key=lambda event: event.time.ToNanoseconds())))
+    response.life.ClearField("events")
+    response.life.events.extend(events)
     return response
+
+
+def _with_thaws(events: list[fleet_pb2.RequestEvent]) -> Iterator[fleet_pb2.RequestEvent]:
+    """Yield the events of a life, oldest first, with the thaws that no replica has seen: the engine thawed on its way
+    to another replica, whose part of the life begins without a freeze. What two parts say of one freeze comes once."""
+    freezes, newest = {event.time.ToNanoseconds() for event in events if event.kind == FREEZE[0]}, ""
+    for event in events:
+        if event.kind in FREEZE:
+            if event.kind == newest:
+                continue
+            newest = event.kind
+        yield event
+        if event.kind == "opened" and newest == FREEZE[0] and event.time.ToNanoseconds() not in freezes:
+            newest = FREEZE[1]
+            yield fleet_pb2.RequestEvent(kind=newest, **same(event, "time", "think_tokens", "output_tokens"))
 
 
 def key_of(life: fleet_pb2.RequestLife) -> Key:

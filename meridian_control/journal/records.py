@@ -35,6 +35,8 @@ Compared = tuple[str, float, str, str, float]
 
 # Reasons of caps that no entry of the policy has lowered.
 OWN_CAPS = ("hard_cap", "lifted")
+# Kinds of the events between which an engine is frozen.
+FREEZE = "frozen", "thawed"
 # Kinds of decision that are counted together, whatever their reason.
 COUNTED_TOGETHER = ("cap", "plan", "tier", "probe")
 

@@ -447,6 +447,32 @@ def test_a_life_that_two_replicas_tell_of_is_one() -> None:
     assert newest_life([before]) == before
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_thaw_between_two_replicas_is_in_the_life(stays: bool) -> None:
+    """stays: whether the engine is still frozen when it comes to the other replica, which thaws it later."""
+    made = stream(policy(scheduler=EARLY))
+    made.open("a", think=60)
+    made.step(2)
+    freezes(made)
+    at_once(made.session.closing(made.now))
+    request = fleet_pb2.ExplainRequestRequest(request_id="a")
+    answers = [explain_request(made.log, (), request)]
+    later, status = made.now + timedelta(seconds=2), agent_pb2.FreezeStatus(frozen=stays)
+    again = Stream(session_id="t", log=DecisionLog(), now=later, hello_fields={"freeze": status})
+    again.session.on_message(agent_pb2.ConnectRequest(snapshot=made.agent.snapshot()), again.now)
+    if stays:
+        again.now += timedelta(seconds=1)
+        (thaw,) = again.session.on_freezes((), again.now)
+        thawed = agent_pb2.FreezeStatus(nonce=thaw.freeze.nonce)
+        again.session.on_message(agent_pb2.ConnectRequest(freeze_status=thawed), again.now)
+    answers.append(explain_request(again.log, (), request))
+    told = newest_life(answers).life
+    wanted = ["frozen", "stream_lost", "opened", "thawed"]
+    assert [event.kind for event in told.events if event.kind in wanted][1:] == wanted
+    (thaw_event,) = [event for event in told.events if event.kind == "thawed"]
+    assert thaw_event.time.ToDatetime(UTC) == again.now
+
+
 def part(
     tokens: tuple[int, int], *events: tuple[int, str], close_s: int | None = None
 ) -> fleet_pb2.ExplainRequestResponse:
