@@ -276,6 +276,9 @@ class Identities:
             raise ValueError(f"{file}: {path}: {first['msg']}") from None
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
+        if contents == _File():
+            # A tool that writes the file in place leaves it empty for an instant.
+            raise ValueError(f"{file}: has neither [jwt] nor [[identity]], so nobody would have a role")
         self._role_claim, self._tokens = "", None
         if (said := contents.jwt) is not None:
             keys, secret = (file.parent / name if name else None for name in (said.keys_file, said.secret_file))

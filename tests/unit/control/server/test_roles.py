@@ -327,6 +327,7 @@ def test_who_is_on_this_host(peer: str, local: bool) -> None:
         ('[[identity]]\ncn = "a"\ndns = "b"\nrole = "admin"', "must name exactly one of uri, dns, cn and subject"),
         ('[[identity]]\ncn = "a"\nrole = "root"', "identity.0.role: "),
         ('[[identity]]\ncn = "a"\nrole = "admin"\nengines = ["x"]', "engines are allowed for the role agent only"),
+        ("", "access.toml: has neither [jwt] nor [[identity]]"),
         ('[jwt]\nissuer = "a"\naudience = "b"', "needs either keys_file or secret_file"),
         ('[jwt]\nissuer = ""\naudience = "b"\nsecret_file = "secret"', "jwt.issuer: "),
         ('[jwt]\nissuer = "a"\naudience = "b"\nsecret_file = "no"', "No such file"),
@@ -371,6 +372,20 @@ def test_files_are_read_when_they_change(tmp_path: Path, caplog: pytest.LogCaptu
     assert sum("cannot be used" in message for message in caplog.messages) == 3, "the error has come back"
     with pytest.raises((json.JSONDecodeError, RecursionError)):
         Reloaded([file], read)
+
+
+def test_an_access_file_that_is_written_in_place_takes_no_role_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = '[[identity]]\ncn = "ann"\nrole = "admin"\n'
+    found = access(tmp_path, text)
+    certificate = {"x509_common_name": [b"ann"]}
+    for written in ("", "# Made by a tool.\n"):
+        (tmp_path / "access.toml").write_text(written)
+        assert found.identify([], certificate, ELSEWHERE).role is Role.ADMIN
+    assert caplog.text.count("nobody would have a role") == 2
+    (tmp_path / "access.toml").write_text(text.replace("ann", "bob"))
+    assert found.identify([], certificate, ELSEWHERE).role is Role.NONE
 
 
 def test_an_access_file_whose_keys_come_later_is_read_again(
