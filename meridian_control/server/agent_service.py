@@ -55,6 +55,9 @@ BREAKS_S = 0.2
 # after which every agent is sent away, before gRPC ends its connection for its age and what is under way is lost.
 LEAVES_S = 3.0
 LASTS_S = 20 * 3600.0, 21 * 3600.0
+# Seconds over which agents are sent away whose credentials have expired together, as after a deploy; less than between
+# two checks of callers, the second of which ends a stream.
+SPREAD_S = 45.0
 # Seconds between two looks for engines whose streams broke off.
 LOOK_S = 1.0
 EPOCH = datetime.fromtimestamp(0, UTC)
@@ -148,7 +151,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         instead. An agent whose credentials have expired comes back with what its files have by then, and that is no
         failure of either side."""
         if isinstance(error, Expired):
-            self._fleet.send_away(connection, str(error))
+            _later(random.uniform(0, SPREAD_S), self._fleet.send_away, connection, str(error))
             return True
         connection.closing = error.code
         return False

@@ -27,6 +27,7 @@ from meridian_control.fleet import peers
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.whole_fleet import WholeFleet
+from meridian_control.server import agent_service, interceptor
 from meridian_control.server.roles import OPEN, OUTLIVES_S, RULES, Role, rule_of
 from tests.certificates import DAY, Authority
 from tests.contract.clients import Clients
@@ -388,11 +389,11 @@ async def end_of(call: Any) -> tuple[grpc.StatusCode, str]:
 
 
 def expire(patch: pytest.MonkeyPatch, secured: Secured, expired_s: float = OUTLIVES_S + 60, **claims: Any) -> str:
-    """Let the token of the one open stream be one that expired `expired_s` seconds ago, as if time had passed; return
-    that token."""
-    (gated,) = secured.gate.streams
+    """Let the token of each open stream be one that expired `expired_s` seconds ago, as if time had passed; return that
+    token."""
     expired = token(exp=time.time() - expired_s, **claims)
-    patch.setattr(gated, "_shown", ((("authorization", f"Bearer {expired}"),), {}, "ipv4:127.0.0.1:1"))
+    for gated in secured.gate.streams:
+        patch.setattr(gated, "_shown", ((("authorization", f"Bearer {expired}"),), {}, "ipv4:127.0.0.1:1"))
     return expired
 
 
@@ -494,6 +495,7 @@ async def test_an_engine_whose_token_has_expired_is_sent_away_and_comes_back_wit
 ) -> None:
     """Tokens expire in normal work, so that no alert may take such an end for a refusal or a failure."""
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(agent_service, "SPREAD_S", 0.0)
     file = by_token.folder / "token"
     file.write_text(token(role="agent", sub="e1"))
     files = agent_credentials.AgentCredentials(ca=str(by_token.authority.file), token_file=str(file))
@@ -507,6 +509,25 @@ async def test_an_engine_whose_token_has_expired_is_sent_away_and_comes_back_wit
     assert not by_token.gate.faults.counts
     assert "the control plane is going away: the token has expired" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_engines_whose_tokens_expire_together_do_not_leave_together(
+    by_token: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = by_token.folder / "token"
+    file.write_text(token(role="agent", sub="e1"))
+    files = agent_credentials.AgentCredentials(ca=str(by_token.authority.file), token_file=str(file))
+    with contextlib.ExitStack() as running:
+        target = [by_token.target]
+        engines = [LinkedEngine(target, "e1", credentials=files, incarnation=str(number)) for number in range(4)]
+        for engine in engines:
+            running.enter_context(engine)
+        connections = by_token.fleet.connections
+        await until(lambda: len(connections) == len(engines) == len(by_token.gate.streams))
+        expire(monkeypatch, by_token, role="agent", sub="e1")
+        await by_token.gate.check_streams()
+        assert not all(connection.closing for connection in connections)
+        assert agent_service.SPREAD_S + agent_service.LEAVES_S < interceptor.RECHECK_S
 
 
 # ---------------------------------------------------------------------------------------------------------- replicas
