@@ -193,8 +193,8 @@ def savings(context: typer.Context, output: OutputOption = Output.table) -> None
         for line in self_calibration_lines(found):
             terminal.say(line)
     if answer.withdrawn_revision:
-        reason = answer.withdrawn_reason
-        terminal.say(f"revision {answer.withdrawn_revision} {withdrew_text(reason)}: {reason}")
+        did = withdrew_text(answer.withdrawn_cause)
+        terminal.say(f"revision {answer.withdrawn_revision} {did}: {answer.withdrawn_reason}")
     arms = [arm for row in answer.savings for arm in (row.treated, row.control)]
     if not any(arm.requests or arm.waiting_requests for arm in arms):
         terminal.say(

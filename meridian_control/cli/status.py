@@ -62,7 +62,7 @@ class Facts(NamedTuple):
     freezes: Sequence[freeze_pb2.StoredFreeze]
     savings: fleet_pb2.Savings
     withdrawn_revision: int
-    withdrawn_reason: str
+    withdrawn_cause: str
     budgets: Sequence[fleet_pb2.Budget]
     not_known: dict[str, str]
 
@@ -119,7 +119,7 @@ def _ask(context: typer.Context, client: Client, pool: ThreadPoolExecutor) -> tu
         freezes or (),
         next((row for row in savings.savings if row.in_force), fleet_pb2.Savings()),
         savings.withdrawn_revision,
-        savings.withdrawn_reason,
+        savings.withdrawn_cause,
         client.fleet.ListBudgets(fleet_pb2.ListBudgetsRequest(), timeout=CALL_TIMEOUT_S).budgets,
         not_known,
     )
@@ -129,7 +129,7 @@ def _ask(context: typer.Context, client: Client, pool: ThreadPoolExecutor) -> tu
 def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield the name of each line with its text."""
     live = connected(facts.engines)
-    did = withdrew_text(facts.withdrawn_reason)
+    did = withdrew_text(facts.withdrawn_cause)
     withdrawn = f"; revision {facts.withdrawn_revision} {did}" if facts.withdrawn_revision else ""
     yield "policy", _policy(facts.policy)
     yield "engines", _engines(facts.engines)

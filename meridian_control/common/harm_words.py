@@ -9,8 +9,9 @@ from meridian_control.common.look import percent
 if TYPE_CHECKING:
     from meridian.v1 import fleet_pb2
 
-# These words stand in the reason of a revision that withdraws rules although they do no harm.
-DRIFTED = " has left the distribution that the rules of revision "
+# Causes of a revision that withdraws a kind of shortening: what it does, or a signal that has left the distribution on
+# which its rules were calibrated.
+HARM, DRIFT = "harm", "drift"
 WORDS = {
     "entropy": "the entropy rules",
     "soft_close": "soft close",
@@ -24,10 +25,10 @@ def kind_text(kind: str, name: str) -> str:
     return WORDS.get(kind) or f"{kind} {name}".rstrip()
 
 
-def withdrew_text(reason: str) -> str:
-    """Return what a revision has done by which the control plane withdrew a kind of shortening. reason: the
-    revision's."""
-    return "put the entropy rules into shadow" if DRIFTED in reason else "withdrew what did harm"
+def withdrew_text(cause: str) -> str:
+    """Return what a revision has done by which the control plane withdrew a kind of shortening. cause: HARM or DRIFT,
+    empty from an older control plane."""
+    return "put the entropy rules into shadow" if cause == DRIFT else "withdrew what did harm"
 
 
 def harm_text(harm: fleet_pb2.Savings | fleet_pb2.ShorteningHarm, savings: fleet_pb2.Savings) -> str:

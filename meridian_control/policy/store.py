@@ -11,7 +11,7 @@ candidate of an active rollout is stored but not in force, and no revision is ap
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
@@ -43,18 +43,20 @@ MAX_REVISION = 2**31 - 1
 
 _active = _rollouts.c.active == 1
 _in_force = _revisions.c.revision.not_in(select(_rollouts.c.candidate_revision).where(_active))
-_HEADER = [_revisions.c[name] for name in ("revision", "etag", "author", "reason", "created_at")]
+_HEADER = [_revisions.c[name] for name in ("revision", "etag", "author", "reason", "created_at", "cause")]
 
 
 @dataclass(frozen=True)
 class RevisionHeader:
-    """A revision without its policy; `created_at` is UTC."""
+    """A revision without its policy; `created_at` is UTC. cause: why the control plane itself has stored the revision,
+    empty if it has not, or if an older version has."""
 
     revision: int
     etag: str
     author: str
     reason: str
     created_at: datetime
+    cause: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,15 @@ class PolicyStore:
         return stored
 
     async def append(
-        self, policy: Policy, *, etag: str, author: str, reason: str, now: datetime, request_id: str = ""
+        self,
+        policy: Policy,
+        *,
+        etag: str,
+        author: str,
+        reason: str,
+        now: datetime,
+        request_id: str = "",
+        cause: str = "",
     ) -> StoredRevision:
         """Store `policy` as the next revision, which is on disk when the call returns.
 
@@ -148,12 +158,20 @@ class PolicyStore:
         InvalidRequest, StoreUnavailable, and the errors of `check_policy`.
         """
         appended = await self.append_and_compare(
-            policy, etag=etag, author=author, reason=reason, now=now, request_id=request_id
+            policy, etag=etag, author=author, reason=reason, now=now, request_id=request_id, cause=cause
         )
         return appended[0]
 
     async def append_and_compare(
-        self, policy: Policy, *, etag: str, author: str, reason: str, now: datetime, request_id: str = ""
+        self,
+        policy: Policy,
+        *,
+        etag: str,
+        author: str,
+        reason: str,
+        now: datetime,
+        request_id: str = "",
+        cause: str = "",
     ) -> tuple[StoredRevision, StoredRevision | None]:
         """Do what `append` does, and return also the revision before, as `readable` does. That revision is read first,
         so that a call that has stored a revision does not fail."""
@@ -163,7 +181,7 @@ class PolicyStore:
                 return stored, await self.readable(stored.revision - 1)
             newest = await self.check(etag)
             before = await self.readable(newest)
-            stored = new_revision(newest + 1, policy, author, reason, now)
+            stored = replace(new_revision(newest + 1, policy, author, reason, now), cause=cause)
             if await self._insert(stored, request_id):
                 return stored, before
 
@@ -233,6 +251,7 @@ def new_revision(revision: int, policy: Policy, author: str, reason: str, now: d
 async def insert_revision(connection: AsyncConnection, stored: StoredRevision, request_id: str = "") -> None:
     """Store a revision. Raises SQLAlchemy's IntegrityError if its number or its request id is taken."""
     row = {**vars(stored), "policy": to_stored_toml(stored.policy), "request_id": request_id or None}
+    row["cause"] = stored.cause or None
     await connection.execute(insert(_revisions).values(row))
 
 
@@ -241,4 +260,4 @@ def _etag(revision: int, text: str) -> str:
 
 
 def _values(row: Row[Any]) -> dict[str, Any]:
-    return {**row._mapping, "created_at": utc(row.created_at)}
+    return {**row._mapping, "created_at": utc(row.created_at), "cause": row.cause or ""}

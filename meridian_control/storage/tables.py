@@ -9,7 +9,7 @@ from datetime import datetime
 
 from sqlalchemy import BigInteger, Column, DateTime, Float, Index, Integer, MetaData, String, Table, Text
 
-VERSION = 11
+VERSION = 12
 MAX_REQUEST_ID_CHARS = 128
 METADATA = MetaData()
 
@@ -31,6 +31,8 @@ revisions = Table(
     Column("reason", Text, nullable=False),
     _time("created_at"),
     Column("request_id", String(MAX_REQUEST_ID_CHARS)),
+    # Why the control plane itself has stored the revision; null for others, and if an older version has stored it.
+    Column("cause", String(32)),
     Index("policy_revisions_request_id", "request_id", unique=True),
 )
 

@@ -96,6 +96,7 @@ class Comparisons(FleetPart):
             savings.add_evidence(row, evidence.get(row.rules, fleet_pb2.Savings()))
         if (withdrawal := savings.withdrawn(policy)) is not None:
             answer.withdrawn_revision, answer.withdrawn_reason = withdrawal.revision, withdrawal.reason
+            answer.withdrawn_cause = savings.cause_of(withdrawal)
         return answer
 
     async def counts(self) -> tuple[dict[str, fleet_pb2.GetSavingsResponse], list[str]]:

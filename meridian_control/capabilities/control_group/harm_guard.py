@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group.experiments import kind_of, rules_of
-from meridian_control.capabilities.control_group.savings import WITHDRAWER, evidence_of, merged
+from meridian_control.capabilities.control_group.savings import DRIFTED, WITHDRAWER, evidence_of, merged
 from meridian_control.capabilities.control_group.shown import harm_sentence
 from meridian_control.common.drift_bins import SIGNALS, drift_bins, where
 from meridian_control.common.errors import EtagMismatch
-from meridian_control.common.harm_words import DRIFTED, withdrew_text
+from meridian_control.common.harm_words import DRIFT, HARM, withdrew_text
 from meridian_control.common.inference import SequentialTest, ShiftTest
 from meridian_control.policy.shortening_kinds import ENTROPY, Kind, without
 from meridian_control.rollout.state import By
@@ -176,11 +176,11 @@ class HarmGuard:
             if proved:
                 counted = f"counted since revision {savings.since_revision}"
                 reason = "; ".join([*(harm_sentence(savings, harm) for harm in proved), counted])
-                await self._withdraw(savings, [kind_of(harm) for harm in proved], reason)
+                await self._withdraw(savings, [kind_of(harm) for harm in proved], HARM, reason)
             elif savings.drift_evidence_ratio >= 1:
-                await self._withdraw(savings, [ENTROPY], _drift(savings))
+                await self._withdraw(savings, [ENTROPY], DRIFT, _drift(savings))
 
-    async def _withdraw(self, savings: fleet_pb2.Savings, kinds: list[Kind], reason: str) -> None:
+    async def _withdraw(self, savings: fleet_pb2.Savings, kinds: list[Kind], cause: str, reason: str) -> None:
         """Withdraw kinds of shortening from the policy if it has the counted rules, and abort an active rollout that
         brings these rules or keeps the policy from being changed.
 
@@ -209,13 +209,13 @@ class HarmGuard:
         policy = reduce(without, kinds, current.policy)
         try:
             stored = await policies.append(
-                policy, etag=current.etag, author=WITHDRAWER, reason=reason, now=self._clock()
+                policy, etag=current.etag, author=WITHDRAWER, reason=reason, now=self._clock(), cause=cause
             )
         except EtagMismatch:
             # Somebody else has just stored a revision, and the next look judges that revision's rules.
             return
         self._withdrawn_revision = stored.revision
-        logger.warning("revision %d %s: %s", stored.revision, withdrew_text(reason), reason)
+        logger.warning("revision %d %s: %s", stored.revision, withdrew_text(cause), reason)
         # The engines get the revision also if the store cannot be read now.
         self._put_in_force(stored)
         await self._rollouts.look()

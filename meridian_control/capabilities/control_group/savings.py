@@ -12,6 +12,7 @@ from meridian.v1 import fleet_pb2
 from meridian_control.capabilities.control_group.experiments import add_counts, kind_of, rules_of
 from meridian_control.capabilities.control_group.requests import answers_alike
 from meridian_control.common.drift_bins import drift_bins
+from meridian_control.common.harm_words import DRIFT, HARM
 from meridian_control.common.inference import Sums, binomial_lower, binomial_upper, difference, saved_ratio
 from meridian_control.policy.drift_schema import SIGNALS
 
@@ -25,16 +26,24 @@ if TYPE_CHECKING:
 
 # Author of the policy revisions by which the control plane itself withdraws a kind of shortening.
 WITHDRAWER = "meridian-harm-guard"
+# These words stand in the reason of a revision whose cause is DRIFT.
+DRIFTED = " has left the distribution that the rules of revision "
 # Confidence of the intervals and bounds of saving and harm; smallest number of requests on each side for a comparison.
 CONFIDENCE, MIN_REQUESTS = 0.95, 30
 ALIKE = "answers begin alike, so that their changes are not seen: set the model's eat_answer_prefix"
-# Fields that only the replica that leads fills in.
+# Fields about a withdrawal; and those that only the replica that leads fills in.
+WITHDRAWN = "withdrawn_revision", "withdrawn_reason", "withdrawn_cause"
 EVIDENCE: tuple[Literal["evidence_ratio"], Literal["drift_evidence_ratio"]] = ("evidence_ratio", "drift_evidence_ratio")
 
 
 def withdrawn(policy: StoredRevision | None) -> StoredRevision | None:
     """Return the revision if the control plane itself has stored it to withdraw a kind of shortening."""
     return policy if policy is not None and policy.author == WITHDRAWER else None
+
+
+def cause_of(withdrawal: StoredRevision) -> str:
+    """Return HARM or DRIFT. The reason says it of a revision that was stored before revisions had a cause."""
+    return withdrawal.cause or (DRIFT if DRIFTED in withdrawal.reason else HARM)
 
 
 def messages(experiments: Experiments, policy: StoredRevision | None) -> list[fleet_pb2.Savings]:
@@ -91,7 +100,8 @@ def merged(answers: Iterable[fleet_pb2.GetSavingsResponse]) -> fleet_pb2.GetSavi
     response, by_rules = fleet_pb2.GetSavingsResponse(), dict[str, fleet_pb2.Savings]()
     for answer in answers:
         if answer.withdrawn_revision > response.withdrawn_revision:
-            response.withdrawn_revision, response.withdrawn_reason = answer.withdrawn_revision, answer.withdrawn_reason
+            for name in WITHDRAWN:
+                setattr(response, name, getattr(answer, name))
         for part in answer.savings:
             if (whole := by_rules.get(part.rules)) is None:
                 by_rules[part.rules] = whole = fleet_pb2.Savings()

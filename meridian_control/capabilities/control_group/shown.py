@@ -94,5 +94,5 @@ def withdrawal_text(compared: fleet_pb2.GetSavingsResponse) -> str:
     has."""
     if not compared.withdrawn_revision:
         return ""
-    reason = compared.withdrawn_reason
-    return f"Revision {compared.withdrawn_revision} {withdrew_text(reason)}: {reason}."
+    did = withdrew_text(compared.withdrawn_cause)
+    return f"Revision {compared.withdrawn_revision} {did}: {compared.withdrawn_reason}."

@@ -2868,6 +2868,7 @@ class GetSavingsResponse(_message.Message):
     SAVINGS_FIELD_NUMBER: _builtins.int
     WITHDRAWN_REVISION_FIELD_NUMBER: _builtins.int
     WITHDRAWN_REASON_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_CAUSE_FIELD_NUMBER: _builtins.int
     UNREACHABLE_REPLICAS_FIELD_NUMBER: _builtins.int
     withdrawn_revision: _builtins.int
     """Policy revision with which the control plane itself withdrew a kind of shortening; 0 if it has not, or if a newer
@@ -2875,6 +2876,10 @@ class GetSavingsResponse(_message.Message):
     """
     withdrawn_reason: _builtins.str
     """Reason for that revision; empty without such a revision."""
+    withdrawn_cause: _builtins.str
+    """What made the control plane withdraw: harm, or drift of a signal; empty without such a revision, and from an older
+    control plane.
+    """
     @_builtins.property
     def savings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Savings]:
         """One comparison for each set of rules that engines had lately; the newest comes first."""
@@ -2889,11 +2894,12 @@ class GetSavingsResponse(_message.Message):
         savings: _abc.Iterable[Global___Savings] | None = ...,
         withdrawn_revision: _builtins.int = ...,
         withdrawn_reason: _builtins.str = ...,
+        withdrawn_cause: _builtins.str = ...,
         unreachable_replicas: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["savings", b"savings", "unreachable_replicas", b"unreachable_replicas", "withdrawn_reason", b"withdrawn_reason", "withdrawn_revision", b"withdrawn_revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["savings", b"savings", "unreachable_replicas", b"unreachable_replicas", "withdrawn_cause", b"withdrawn_cause", "withdrawn_reason", b"withdrawn_reason", "withdrawn_revision", b"withdrawn_revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

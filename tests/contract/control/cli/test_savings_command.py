@@ -86,7 +86,7 @@ async def test_savings_say_what_is_not_known(control: Control) -> None:
     assert f"harm: not measured: {why}" in text
     # Drift is no harm.
     drifted = "EAT has left the distribution that the rules of revision 3 were calibrated on: 9 of 9 requests"
-    control.fleet.savings.withdrawn_reason = drifted
+    control.fleet.savings.withdrawn_reason, control.fleet.savings.withdrawn_cause = drifted, "drift"
     said = " ".join((await control("savings")).stdout.split())
     assert said.startswith(f"revision 9 put the entropy rules into shadow: {drifted} ")
     # Harm counts at once.

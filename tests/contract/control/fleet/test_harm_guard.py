@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group.cohorts import LENGTH
 from meridian_control.capabilities.control_group.fleet import Comparisons
-from meridian_control.capabilities.control_group.savings import WITHDRAWER, harming
+from meridian_control.capabilities.control_group.savings import WITHDRAWER, cause_of, harming
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.common.errors import StoreUnavailable
@@ -96,6 +97,7 @@ async def test_rules_that_do_harm_go_into_shadow_until_the_next_revision(control
         assert control.engine().withdrawn == stored.reason
         told = await savings(control)
         assert (told.withdrawn_revision, told.withdrawn_reason) == (stored.revision, stored.reason)
+        assert told.withdrawn_cause == cause_of(replace(stored, cause="")) == "harm"
         assert [(row.harmful, row.in_force) for row in told.savings] == [(0, True), (20, False)]
         await guard.tick()
         assert control.fleet.revision == stored.revision, "withdrawn once"
@@ -207,7 +209,10 @@ async def test_rules_whose_signal_drifts_go_into_shadow(control: Control, caplog
     assert (stored.revision, stored.author) == (before.revision + 1, WITHDRAWER)
     assert stored.policy == policy(entropy={"shadow": True, "holdout_share": 0.0, "eat_reference": bins})
     assert "230 of 300 requests have a first sample up to 0.1 nats" in stored.reason
-    assert (await savings(control)).withdrawn_reason == stored.reason
+    withdrawal = await savings(control)
+    assert (withdrawal.withdrawn_reason, withdrawal.withdrawn_cause) == (stored.reason, stored.cause)
+    # A version before this one has stored no cause.
+    assert stored.cause == cause_of(replace(stored, cause="")) == "drift"
     # Drift is no harm.
     did = f"revision {stored.revision} put the entropy rules into shadow"
     assert f"{did}: {stored.reason}" in caplog.messages

@@ -76,9 +76,9 @@ def file(path: Path) -> str:
 
 
 async def append(
-    store: PolicyStore, policy: Policy = POLICY, etag: str = "", now: datetime = NOW, request_id: str = ""
+    store: PolicyStore, policy: Policy = POLICY, etag: str = "", now: datetime = NOW, **more: str
 ) -> StoredRevision:
-    return await store.append(policy, etag=etag, author="ann", reason="why", now=now, request_id=request_id)
+    return await store.append(policy, etag=etag, author="ann", reason="why", now=now, **more)
 
 
 COUNT = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 300000) SELECT count(*) FROM n"
@@ -268,6 +268,15 @@ async def test_a_file_of_the_first_version(path: Path, file: str) -> None:
                 1, "e", "ann", "why", NOW, parse_toml("fallback.lease_ms = 500")
             )
             assert (await append(store, etag="", request_id="a")).revision == 2
+
+
+async def test_a_revision_keeps_its_cause(address: str) -> None:
+    async with opened(address) as store:
+        await append(store)
+        stored = await append(store, cause="drift")
+        assert [header.cause for header in await store.history(9)] == ["drift", ""]
+        assert await store.current() == stored
+        assert stored.cause == "drift"
 
 
 async def test_a_column_that_a_database_lacks_is_added(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,8 @@ async def test_a_store_warns_once_of_each_value_that_had_an_effect(
     with closing(sqlite3.connect(tmp_path / "policy.db")) as connection, connection:
         for number, text in enumerate((before, STORED), 1):
             row = (number, f"e{number}", text, "ann", "why", NOW.isoformat(" "))
-            connection.execute("INSERT INTO policy_revisions VALUES (?, ?, ?, ?, ?, ?, NULL)", row)
+            columns = "revision, etag, policy, author, reason, created_at"
+            connection.execute(f"INSERT INTO policy_revisions ({columns}) VALUES (?, ?, ?, ?, ?, ?)", row)
     store = PolicyStore(await Database.open(file))
     try:
         with caplog.at_level(logging.WARNING):
