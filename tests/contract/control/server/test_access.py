@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import shutil
 import time
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import jwt
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status  # type: ignore[import-untyped]
+from jwt.algorithms import OKPAlgorithm
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 from typer.testing import CliRunner
 
@@ -528,6 +531,62 @@ async def test_engines_whose_tokens_expire_together_do_not_leave_together(
         await by_token.gate.check_streams()
         assert not all(connection.closing for connection in connections)
         assert agent_service.SPREAD_S + agent_service.LEAVES_S < interceptor.RECHECK_S
+
+
+async def test_a_recording_ends_with_its_callers_role(secured: Secured) -> None:
+    async with secured.calling("operator") as operator, secured.channel("agent") as agent:
+        recording = operator.fleet.RecordTrace(fleet_pb2.RecordTraceRequest())
+        await recording.initial_metadata()
+        await RawEngine(agent, "agent").connect()
+        await recording.read()
+        secured.access.write_text(secured.access.read_text().replace('role = "operator"', 'role = "viewer"'))
+        await secured.gate.check_streams()
+        why = '"operator" is viewer; meridian.v1.FleetService/RecordTrace needs operator'
+        assert await end_of(recording) == (grpc.StatusCode.PERMISSION_DENIED, why)
+        await secured.gate.settle()
+        assert not secured.fleet.recordings
+        assert len(secured.gate.streams) == 1, "the engine's stream goes on"
+        (record,) = await secured.gate.audit.list(10, None, [])
+        assert (record.method, record.outcome) == ("meridian.v1.FleetService/RecordTrace", "PERMISSION_DENIED")
+
+
+async def test_streams_end_once_the_jwks_loses_their_key(by_token: Secured, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of other keys go on, and an agent comes back with a token of another key."""
+    keys = {name: ed25519.Ed25519PrivateKey.generate() for name in ("old", "new")}
+
+    def publish(*names: str) -> None:
+        public = {name: OKPAlgorithm.to_jwk(keys[name].public_key(), as_dict=True) for name in names}
+        listed = [{**key, "kid": name} for name, key in public.items()]
+        (by_token.folder / "jwks.json").write_text(json.dumps({"keys": listed}))
+
+    def give(name: str, engine_id: str) -> Path:
+        claims = {"iss": "issuer", "aud": "meridian", "sub": engine_id, "role": "agent", "exp": time.time() + 3600}
+        (file := by_token.folder / f"token-{engine_id}").write_text(
+            jwt.encode(claims, keys[name], "EdDSA", headers={"kid": name})
+        )
+        return file
+
+    publish("old", "new")
+    by_token.access.write_text(by_token.access.read_text().replace('secret_file = "secret"', 'keys_file = "jwks.json"'))
+    with contextlib.ExitStack() as running:
+        for name, engine_id in (("old", "e1"), ("new", "e2")):
+            files = {"ca": str(by_token.authority.file), "token_file": str(give(name, engine_id))}
+            credentials = agent_credentials.AgentCredentials(**files)
+            running.enter_context(LinkedEngine([by_token.target], engine_id, credentials=credentials))
+        connections = by_token.fleet.connections
+        await until(lambda: len(connections) == 2)
+        kept = {c for c in connections if c.session.hello.engine_id == "e2"}
+        await by_token.gate.check_streams()
+        assert len(by_token.gate.streams) == 2
+        publish("new")
+        await by_token.gate.check_streams()
+        await until(lambda: "signature does not fit any trusted key" in caplog.text and {*connections} == kept)
+        # The next key set is being written.
+        (by_token.folder / "jwks.json").write_text("")
+        await by_token.gate.check_streams()
+        give("new", "e1")
+        await until(lambda: len(connections) == 2)
+        assert kept <= {*connections}
 
 
 # ---------------------------------------------------------------------------------------------------------- replicas
