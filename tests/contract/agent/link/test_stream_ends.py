@@ -311,6 +311,18 @@ async def test_going_away(control: Control, tmp_path: Path) -> None:
             assert sum(gone.decisions.values()) == sum(gone.outcomes.values())
 
 
+async def test_an_engine_that_makes_no_step_leaves_all_the_same(control: Control) -> None:
+    """vLLM may be paused, or in a long step."""
+    with LinkedEngine([control.target]) as engine:
+        engine.open("a")
+        await engine.steps_until(lambda: control.names() == ["a"])
+        (first,) = control.fleet.connections
+        control.fleet.send_away(first, "a test")
+        await until(lambda: control.fleet.connections and first not in control.fleet.connections)
+        await engine.steps_until(lambda: control.names() == ["a"])
+        assert control.fleet.stream_ends == {"going_away": 1}
+
+
 async def test_an_old_stream_is_left_before_it_breaks_off(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_service, "LASTS_S", (0.0, 0.0))
     with LinkedEngine([control.target]) as engine:
