@@ -11,14 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 COMPILERS = ("g++", "clang++")

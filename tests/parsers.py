@@ -12,13 +12,10 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
+from typing import Any
 
 DATA = Path(__file__).parent / "data" / "parsers"
 PAGE = Path(__file__).parent.parent / "meridian_agent" / "vllm_adapter" / "thinking_markers.md"

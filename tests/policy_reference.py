@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meridian_control.policy.diff import spelled
 from meridian_control.policy.disagg_schema import DisaggPolicy
@@ -25,12 +25,9 @@ from meridian_control.policy.schema import (
     SchedulerPolicy,
     TelemetryPolicy,
 )
-from meridian_control.policy.section import INT32_MAX
+from meridian_control.policy.section import INT32_MAX, Section
 from meridian_control.policy.shortening_schema import BudgetPolicy, PressurePolicy
 from tests.processes import ROOT
-
-if TYPE_CHECKING:
-    from meridian_control.policy.section import Section
 
 REFERENCE = ROOT / "meridian_control" / "policy" / "reference.md"
 SECTIONS: dict[str, type[Section]] = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
 import grpc
@@ -14,14 +16,8 @@ from meridian.v1 import fleet_pb2
 from tests.contract.clients import Clients
 from tests.contract.control.app.test_server import Process
 from tests.fakes.linked import until
-from tests.postgres import PASSES, keep_time
+from tests.postgres import PASSES, Postgres, keep_time
 from tests.processes import BUSY
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.postgres import Postgres
 
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED
 

@@ -7,12 +7,10 @@ that saves most thinking within the allowed loss of accuracy, or the point that 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 INT32_MAX = 2**31 - 1
 # The published conditions of the rank rule (arXiv 2508.17627).

@@ -5,28 +5,23 @@ The protocol is in tests/bench/cache.md.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import time
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.random import Generator
 
 from tests.bench import harness, random_model, scheduling_runs
-from tests.bench.harness import Column
+from tests.bench.harness import Column, Figures, Session
 from tests.bench.random_model import FIRST_WORD, LAST_WORD, TOOL_CALL
 from tests.bench.scheduling_runs import STOCK
 from tests.bench.streamed import BLOCK_TOKENS, Request, Setup, StreamedEngine, Timeline
-
-if TYPE_CHECKING:
-    import argparse
-
-    from numpy.random import Generator
-
-    from tests.bench.harness import Figures, Session
 
 USERS, WARM_REQUESTS = 8, 8
 LRU, TIERS = "LRU", "tiers"

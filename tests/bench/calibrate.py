@@ -6,21 +6,18 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomli_w
 
 from tests.bench import arms, cuts
+from tests.bench.cuts import Reference
+from tests.bench.driver import Batch, Engine, Sample
 from tests.bench.harness import BenchError
 from tests.processes import Process, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.bench.cuts import Reference
-    from tests.bench.driver import Batch, Engine, Sample
 
 MERIDIANCTL = str(Path(sys.executable).with_name("meridianctl"))
 # Seconds from the appearance of the trace file to the first record, which take one call over loopback.

@@ -10,15 +10,11 @@ import argparse
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from tests.bench import cost_control, cost_process, cost_steps, cost_throughput, harness
-from tests.bench.harness import BenchError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from tests.bench.harness import Session
+from tests.bench.harness import BenchError, Session
 
 PARTS: dict[str, Callable[[Session], Awaitable[dict[str, Any]]]] = {
     "process": cost_process.measure,

@@ -12,22 +12,17 @@ import subprocess
 import sys
 import tarfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tests.bench.fleet_engines import STEP_MS, Counts
 from tests.bench.fleet_rig import Rig, Windows
-from tests.bench.fleet_tape import made
-from tests.bench.harness import BenchError, Column
+from tests.bench.fleet_tape import Report, made
+from tests.bench.harness import BenchError, Column, Figures, Session
 from tests.bench.machine import TICKS_PER_S
 from tests.processes import ROOT, Control, Process, free_port
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.bench.fleet_tape import Report
-    from tests.bench.harness import Figures, Session
 
 COLUMNS = (
     Column("token_events_per_core_s", "token events per core-second", 0, "ratio"),

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 from meridian.v1 import agent_pb2
 
 from tests.bench.fleet_engines import METHOD
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 SETTINGS = agent_pb2.ConnectResponse(settings=agent_pb2.Settings(revision=1, nonce=1)).SerializeToString()
 

@@ -10,22 +10,18 @@ import functools
 import statistics
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tests.bench.harness import BenchError, Column
+from tests.bench.harness import BenchError, Column, Figures, Session
 from tests.bench.starting import starting
 from tests.demo.pace import STEP_MS
 from tests.engine import ENGINE_ARGS, prompt_ids
 from tests.processes import Control
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from tests.bench.harness import Figures, Session
 
 SIZES = (1, 16, 64, 256)
 # Tokens of a request that thinks shortly, and of one that thinks long; steps of a window with long thinking.

@@ -14,24 +14,19 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from meridian.v1 import agent_pb2
 
 from tests.bench import random_model
 from tests.bench import scheduling_load as load
 from tests.bench.gate import GATE, Keeper
-from tests.bench.harness import Column
+from tests.bench.harness import Column, Figures, Interval, Session
 from tests.bench.machine import LARGE_PAGES, TICKS_PER_S, ticks_of
-from tests.bench.streamed import PLACES, Setup, StreamedEngine
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from meridian.v1 import agent_pb2
-
-    from tests.bench.harness import Figures, Interval, Session
-    from tests.bench.streamed import Request
+from tests.bench.streamed import PLACES, Request, Setup, StreamedEngine
 
 BLOCKS = 1024
 # Requests that wait for a place, so that each place is taken in the step after it falls empty, whenever the client

@@ -10,17 +10,13 @@ assumption.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from tests.bench.driver import Completion, Sample
+from tests.bench.tasks import Task
 from tests.data import maze
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from tests.bench.driver import Completion, Sample
-    from tests.bench.tasks import Task
 
 
 @dataclass(frozen=True)

@@ -6,26 +6,22 @@ of replicas.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import os
 import resource
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meridian_control.policy.model import Policy
 from tests.bench import harness
 from tests.bench.cost_control import tapes
 from tests.bench.fleet_engines import STEP_MS
 from tests.bench.fleet_rig import Rig, Windows, measure
-from tests.bench.harness import BenchError, Column
+from tests.bench.harness import BenchError, Column, Session
 from tests.postgres import Postgres
-
-if TYPE_CHECKING:
-    import argparse
-
-    from tests.bench.harness import Session
 
 # Share of the requests that engines measure under the default policy, whose rules are in shadow.
 SHARE = Policy().telemetry.shadow_sample_ratio

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from meridian.v1 import agent_pb2
@@ -21,14 +22,9 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.link.control_stream import BACKOFF_S, CHANNEL_OPTIONS, PATIENCE_S
-from tests.bench.fleet_tape import ENGINE
+from tests.bench.fleet_tape import ENGINE, Report
 from tests.fakes.agent import hello
 from tests.fakes.traces import add_probe
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
-
-    from tests.bench.fleet_tape import Report
 
 # Duration of a real engine's step in milliseconds.
 STEP_MS = 20.0

@@ -9,8 +9,10 @@ import asyncio
 import math
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
 import grpc
@@ -18,17 +20,11 @@ import numpy as np
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 
 from tests.bench.fleet_engines import STEP_MS, Counts, Engine, Fleet
-from tests.bench.harness import BenchError
+from tests.bench.fleet_tape import Report
+from tests.bench.harness import BenchError, Figures
 from tests.bench.machine import TICKS_PER_S, rss_mb, ticks_of, tree_ticks
+from tests.postgres import Postgres
 from tests.processes import Control
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from tests.bench.fleet_tape import Report
-    from tests.bench.harness import Figures
-    from tests.postgres import Postgres
 
 # Share of the replicas' cores that they use while the engines play, if the factor is not given.
 BUSY_SHARE = 0.6

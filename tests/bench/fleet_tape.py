@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import numpy as np
@@ -20,18 +21,13 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core import tracker as tracker_module
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.step_record import COUNTERS
+from meridian_agent.core.step_record import COUNTERS, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import mergeable, step_report
 from meridian_agent.worker.observer import SENT, ChosenRows
 from meridian_control.engine.settings_delivery import MEASURED_CLUSTER, USUAL_INTERVAL_STEPS
 from tests.fakes.engine import END, START, TEXT, FakeEngine
 from tests.fakes.sentences import ends_by_id
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from meridian_agent.core.step_record import StepRecord
 
 # Tokens of thinking and of the answer of a request, drawn uniformly.
 THINK, ANSWER = (200, 2000), (20, 200)

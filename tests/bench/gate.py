@@ -10,14 +10,10 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from multiprocessing.connection import Connection
 
 # Names the socket of the benchmark's end, in the worker's environment.
 GATE = "MERIDIAN_BENCH_GATE"

@@ -8,11 +8,9 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
 Measured = TypeVar("Measured")
 

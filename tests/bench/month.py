@@ -9,19 +9,22 @@ request comes from day 15 to day 21.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from multiprocessing import Pool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.self_calibration import rule as rules
+from meridian_control.capabilities.self_calibration.episodes import Episode
 from meridian_control.capabilities.self_calibration.fleet import SelfCalibration
 from meridian_control.capabilities.self_calibration.learner import Rule, State
 from meridian_control.common.inference import binomial_lower
@@ -31,19 +34,12 @@ from meridian_control.offline.self_calibration import DELAY_TOKENS, episodes_of,
 from meridian_control.policy.formats import parse_toml
 from meridian_control.policy.model import Who
 from meridian_control.policy.store import PolicyStore
+from meridian_control.rollout.state import Rollout
 from meridian_control.storage.database import Database
 from tests.bench import harness
-from tests.bench.harness import Column, Interval
+from tests.bench.harness import Column, Interval, Session
 from tests.fakes.control import control_plane
 from tests.fakes.episodes import Traffic
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from meridian_control.capabilities.self_calibration.episodes import Episode
-    from meridian_control.rollout.state import Rollout
-    from tests.bench.harness import Session
 
 DAYS, MAX_LOSS = 30, 0.02
 # Requests per day and class that are measured in shadow (5 % by default), those of them that are in the control group

@@ -5,26 +5,21 @@ The protocol is in tests/bench/pressure.md.
 
 from __future__ import annotations
 
+import argparse
 import tomllib
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tests.bench import harness
-from tests.bench.driver import PLACES, Engine
-from tests.bench.harness import Column
+from tests.bench.driver import PLACES, Completion, Engine, Sample
+from tests.bench.harness import Column, Figures, Session
 from tests.bench.scheduling_runs import STOCK as STOCK_POLICY
 from tests.bench.tasks import CALIBRATION_SEED, MAZE
 from tests.processes import ROOT
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from tests.bench.driver import Completion, Sample
-    from tests.bench.harness import Figures, Session
 
 LOADS = (0.8, 1.2, 1.6)
 STOCK, DEFAULT, STATIC, PRESSURE = ARMS = ("stock", "default", "static_cap", "pressure")

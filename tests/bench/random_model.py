@@ -11,12 +11,10 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tests.processes import MODEL
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SEED = 4
 VOCABULARY, POSITIONS = 640, 4096

@@ -6,10 +6,12 @@ The protocol is in tests/bench/termination.md. It needs neither an engine nor a 
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from meridian_control.offline.calibration import Goal, calibrate
+from meridian_control.offline.calibration import Calibration, Figures, Goal, Point, calibrate
 from meridian_control.offline.correctness import from_labels
 from meridian_control.offline.episodes import collect
 from meridian_control.offline.halves import TooFewRequests
@@ -18,14 +20,7 @@ from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
 from meridian_control.policy.model import Policy
 from tests.bench import harness
-from tests.bench.harness import BenchError, Column
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
-
-    from meridian_control.offline.calibration import Calibration, Figures, Point
-    from tests.bench.harness import Session
+from tests.bench.harness import BenchError, Column, Session
 
 RECOMMENDED, FIXED_CAP = "recommended", "fixed cap"
 COLUMNS = (

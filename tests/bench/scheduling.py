@@ -5,23 +5,18 @@ The protocol is in tests/bench/scheduling.md.
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.bench import harness, random_model, scheduling_load, scheduling_runs
-from tests.bench.harness import Column, Interval
-from tests.bench.scheduling_runs import QUIET, STOCK, Costs, Plan
+from tests.bench.harness import Column, Figures, Interval, Session
+from tests.bench.scheduling_load import Process
+from tests.bench.scheduling_runs import QUIET, STOCK, Capacity, Costs, Plan
 from tests.bench.streamed import PLACES, Setup, StreamedEngine
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping, Sequence
-
-    from tests.bench.harness import Figures, Session
-    from tests.bench.scheduling_load import Process
-    from tests.bench.scheduling_runs import Capacity
 
 STOCK_FCFS, STOCK_PRIORITY, PLAIN = "stock FCFS", "stock priority", "vLLM without the agent"
 STRATEGIES = ("reasoning_first", "output_first", "deadline")

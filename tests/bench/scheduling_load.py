@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
 
 from tests.bench.random_model import FIRST_WORD, LAST_WORD
 from tests.bench.streamed import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.random import Generator
-    from numpy.typing import NDArray
 
 Process = Literal["poisson", "gamma"]
 GAMMA_CV = 2.0

@@ -5,20 +5,15 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tests.bench import scheduling_load as load
-from tests.bench.harness import BenchError
-from tests.bench.streamed import PLACES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from tests.bench.harness import Figures
-    from tests.bench.streamed import Request, StreamedEngine, Timeline
+from tests.bench.harness import BenchError, Figures
+from tests.bench.streamed import PLACES, Request, StreamedEngine, Timeline
 
 QUIET: dict[str, Any] = {"entropy": {"enabled": False}}
 STOCK: dict[str, Any] = {**QUIET, "scheduler": {"strategy": "stock"}, "kv_memory": {"enabled": False}}

@@ -7,12 +7,13 @@ quarter by what the model really answers if its thinking ends there.
 
 from __future__ import annotations
 
+import argparse
 import random
 from contextlib import closing
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,15 +25,9 @@ from tests.bench import harness
 from tests.bench.calibrate import LABELS, PARAGRAPHS, SENTENCES, TRACE, record
 from tests.bench.cuts import Reference
 from tests.bench.driver import Engine
-from tests.bench.harness import Column
+from tests.bench.harness import Column, Session
 from tests.bench.replay import read
-from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE, RUNNING
-
-if TYPE_CHECKING:
-    import argparse
-
-    from tests.bench.harness import Session
-    from tests.bench.tasks import Task
+from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE, RUNNING, Task
 
 LOSSES = (0.01, 0.02, 0.05)
 SEEN = 0.75

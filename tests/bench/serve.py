@@ -5,28 +5,24 @@ The protocol is in tests/bench/serve.md.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from tests.bench import harness
-from tests.bench.harness import BenchError, Column
+from tests.bench.harness import BenchError, Column, Figures, Session
 from tests.bench.machine import LARGE_PAGES, TICKS_PER_S, ticks_of
 from tests.engine.pools import STEP_MS
 from tests.engine.served import Served
 from tests.processes import ENGINE_ENV, MODEL, RPC_S, Control, Process, wait_for
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
-    from tests.bench.harness import Figures, Session
 
 ARMS = STOCK, GOVERNED = "stock", "governed"
 # The arms of `--stops` beside these two, which are the governed server under other policies than the default.

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 from tests.bench.machine import output_into
-from tests.processes import ENGINE_ENV, ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.processes import Control
+from tests.processes import ENGINE_ENV, ROOT, Control
 
 
 @contextlib.contextmanager

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from meridian.v1 import agent_pb2
 
 from tests.bench.harness import BenchError
 from tests.bench.starting import starting
 from tests.engine import STRIPPED
 from tests.processes import Control
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from meridian.v1 import agent_pb2
 
 PLACES = 32
 BLOCK_TOKENS = 32

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 from tests.bench.driver import Sample
 from tests.data import chain, maze, running
 from tests.processes import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DATA = ROOT / "tests" / "data"
 # Prompt seeds of the calibration set and of the first measured round; each further round adds 1.

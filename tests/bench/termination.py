@@ -5,34 +5,26 @@ The protocol is in tests/bench/termination.md.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tests.bench import arms, harness
 from tests.bench.arms import NATURAL as NATURAL_POLICY
 from tests.bench.arms import Arm
-from tests.bench.calibrate import calibrate
-from tests.bench.cuts import Reference, oracle
-from tests.bench.driver import Engine
-from tests.bench.harness import BenchError, Column
-from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE, RUNNING
+from tests.bench.calibrate import Calibrated, calibrate
+from tests.bench.cuts import Cuts, Reference, oracle
+from tests.bench.driver import Batch, Completion, Engine
+from tests.bench.harness import BenchError, Column, Interval, Session
+from tests.bench.tasks import CALIBRATION_SEED, CHAIN, MAZE, RUNNING, Task
 from tests.bench.third_task import answered, broken
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from tests.bench.calibrate import Calibrated
-    from tests.bench.cuts import Cuts
-    from tests.bench.driver import Batch, Completion
-    from tests.bench.harness import Interval, Session
-    from tests.bench.tasks import Task
 
 NATURAL, ORACLE, ORACLE_TOKEN = "natural", "oracle", "oracle, any token"
 RECOMMENDED, CALIBRATED, EQUAL = "recommended", "calibrated", "fixed budget of equal compute"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.bench.fleet_rig import Rig, Windows, measure
 from tests.bench.fleet_tape import made
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.postgres import Postgres
+from tests.postgres import Postgres
 
 
 async def test_a_small_fleet_loses_nothing_although_a_replica_is_killed(tmp_path: Path, postgres: Postgres) -> None:

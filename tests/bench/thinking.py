@@ -3,15 +3,13 @@ Runs in the engine's worker process, through vLLM's own `--logits-processors`.""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from tests.bench.streamed import END_ID, THINK_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Tokens of the maze's tokenizer, and how many thinking tokens lie between two of them.
 SENTENCE_END, PARAGRAPH_END = 8, 7

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.bench.driver import Batch, Completion
+from tests.bench.driver import Batch, Completion
 
 # A tail of this many tokens that repeats with one period is a loop.
 LOOP_TOKENS, LONGEST_PERIOD = 160, 64

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Listener
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from tests.chaos.reports import Report
 from tests.engine import ENGINE_ARGS, cases
 from tests.processes import ENGINE_ENV, Process
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from tests.chaos.reports import Report
 
 # Seconds until a started engine must be ready, and until it must have answered a command or stopped.
 READY_S, ANSWER_S = 240, 60

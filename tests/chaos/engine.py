@@ -11,14 +11,11 @@ import json
 import os
 import sys
 import time
-from multiprocessing.connection import Client
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Client, Connection
+from typing import Any
 
 from tests.bench.machine import rss_mb
 from tests.chaos.reports import Done, Report
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 # Shortest time between two looks at the agent's state, which happen between steps.
 LOOK_S = 0.005

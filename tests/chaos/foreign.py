@@ -14,18 +14,15 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from meridian.v1 import agent_pb2
 
 from tests.chaos import versions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from google.protobuf.message import Message
 
 Requests = Any
 Context = Any

@@ -11,16 +11,14 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.chaos.emulator import CONTROL_ADDRESS, ENGINE_ADDRESS
 from tests.chaos.wire import FINE, Conditions
 from tests.processes import Process, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["CONTROL_ADDRESS", "CUT", "ENGINE_ADDRESS", "FINE", "Conditions", "Network", "NoNamespacesError"]
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 
 from tests.chaos.network import CONTROL_ADDRESS, CUT, FINE, Conditions, Network
-from tests.processes import Control, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from tests.processes import Process
+from tests.processes import Control, Process, wait_for
 
 # The control plane has a network namespace of its own, so no other program uses these ports.
 PORT, METRICS_PORT = 7000, 9464

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +14,6 @@ from tests.chaos.network import Network, NoNamespacesError
 from tests.chaos.scene import TARGET
 from tests.needed import NETWORK
 from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 # Address without a host on this network; packets to it get no reply, not even an error.
 NOWHERE = "10.99.0.9"

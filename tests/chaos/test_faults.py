@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.chaos.driver import LOAD, Engine
 from tests.chaos.network import NoNamespacesError
+from tests.chaos.reports import Done, Report
 from tests.chaos.scene import FAULTS, TARGET, Fault, Scene
 from tests.needed import NETWORK
 from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.chaos.reports import Done, Report
 
 LEASE_S, CAP = 0.5, 12
 # Most tokens of a request: a cap shows in the first ones after it.

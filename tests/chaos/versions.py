@@ -5,14 +5,10 @@ Each function is pure but for the message, ConnectRequest or ConnectResponse, wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from google.protobuf.message import Message
 from meridian.v1 import agent_pb2
 
 from meridian_control.engine.token_rows import spell_out
-
-if TYPE_CHECKING:
-    from google.protobuf.message import Message
 
 # The highest field number of each message in the first version; messages that are not listed have not grown since.
 FIRST_FIELDS = {

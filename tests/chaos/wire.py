@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import random
 
 # A packet that is held back to be overtaken waits its delay twice, and at least this much longer than others.
 HELD_BACK_S = 0.01

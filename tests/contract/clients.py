@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]
@@ -15,9 +16,6 @@ from meridian.v1 import (
     policy_pb2_grpc,
     rollout_pb2_grpc,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 # Without this option channels share connections, and a control plane that is killed fails the calls of other channels
 # too.

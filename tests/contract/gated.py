@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import grpc
 
@@ -12,11 +12,7 @@ from meridian_control.server.audit_log import AuditLog
 from meridian_control.server.interceptor import Gate
 from meridian_control.server.rate_limits import CallLimits, Limiter
 from meridian_control.server.roles import Access
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from meridian_control.storage.database import Database
+from meridian_control.storage.database import Database
 
 
 @asynccontextmanager

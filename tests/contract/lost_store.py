@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy import event
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from meridian_control.storage.database import Database
+from meridian_control.storage.database import Database
 
 LOST = "the disk is gone"
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+import grpc
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from tests.fakes.agent import hello
-
-if TYPE_CHECKING:
-    import grpc
 
 
 class RawEngine:

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.json_format import ParseDict
-from meridian.v1 import fleet_pb2, policy_pb2, rollout_pb2
+from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2, rollout_pb2
 
 from meridian_control.policy.formats import parse_toml, to_proto
 from meridian_control.policy.store import PolicyStore
 from meridian_control.storage.database import Database
 from tests.contract.clients import OWN_CONNECTION, Clients
+from tests.contract.control.app.test_server import Process
 from tests.fakes.agent import hello
 from tests.fakes.control import control_plane, kill, running
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.migrated import migrated
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from meridian.v1 import agent_pb2
-
-    from tests.contract.control.app.test_server import Process
 
 RUNNING, PAUSED, HALTED, COMPLETED, ROLLED_BACK, ABORTED = range(1, 7)
 CONNECTED = fleet_pb2.CONNECTION_STATE_CONNECTED

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
 
 from meridian_agent.link import credentials as agent
+from meridian_control.common.client_credentials import ClientCredentials
+from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.model import Policy
 from meridian_control.policy.store import EMPTY_ETAG, PolicyStore
 from meridian_control.server import server as control_server
+from meridian_control.server.rate_limits import CallLimits
 from meridian_control.server.roles import Access
 from meridian_control.server.server_tls import server_credentials
 from meridian_control.storage.database import Database
@@ -21,14 +26,6 @@ from tests.contract.clients import OWN_CONNECTION, Clients
 from tests.fakes.control import control_plane, utc_now
 from tests.fakes.linked import until
 from tests.fakes.migrated import migrated
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from meridian_control.common.client_credentials import ClientCredentials
-    from meridian_control.fleet.fleet import Fleet
-    from meridian_control.server.rate_limits import CallLimits
 
 # A client whose certificate has one of these common names has the role of the same name; the client "nobody" has a
 # certificate and no role.

@@ -4,26 +4,23 @@ stream."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from meridian_control.common.opened_request import MAX_SLOTS
+from meridian_control.policy.model import Policy
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.storage.database import Database
 from tests.fakes.control import control_plane, kill, running, utc_now
 from tests.fakes.fleets import engines_of, requests_of
 from tests.fakes.migrated import migrated
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from meridian_control.policy.model import Policy
 
 
 class Control:

@@ -12,7 +12,7 @@ import contextlib
 import re
 import signal
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 
@@ -20,9 +20,6 @@ from tests.data import maze
 from tests.demo.live import START_S, Live
 from tests.demo.load import Load
 from tests.processes import ROOT, Process, free_port, wait_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DEMO = ROOT / "tests/demo"
 ENGINES = {"vllm-0": "pool=canary", "vllm-1": "pool=main"}

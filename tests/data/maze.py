@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 NODES = tuple("ABCDEFGHIJKLMNOPQRSTUVWX")
 THINK, END_THINK = "<think>", "</think>"

@@ -12,16 +12,14 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from tests.data import chain, maze, running
 from tests.data.training import END, HERE, PAD
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 BUDGETS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)

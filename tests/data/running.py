@@ -8,14 +8,11 @@ library only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import random
 
 from tests.data import chain
 from tests.data.chain import ANSWER_PREFIX, LABELS, Chain, answer_of, is_correct, parse_prompt, prompts
 from tests.data.maze import PARAGRAPH, STOP, WAIT
-
-if TYPE_CHECKING:
-    import random
 
 __all__ = ["ANSWER_PREFIX", "Chain", "answer_of", "is_correct", "parse_prompt", "prompts"]
 

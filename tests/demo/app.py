@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from meridian.v1 import fleet_pb2
 from rich.console import Console
@@ -25,10 +27,6 @@ from tests.demo.progress import shown
 from tests.engine.pools import STEP_MS
 from tests.engine.served import APART, Served
 from tests.processes import Process
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
 HERE = Path(__file__).resolve().parent
 CONTROL_START_S, ENGINE_START_S, CONNECT_S = 30.0, 240.0, 30.0

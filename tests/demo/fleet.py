@@ -10,9 +10,9 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
@@ -20,9 +20,6 @@ from meridian.v1 import fleet_pb2, fleet_pb2_grpc, policy_pb2, policy_pb2_grpc
 from tests.demo.processes import DemoError
 from tests.demo.report import NATURAL
 from tests.processes import RPC_S, Control
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 ENGINE_ID = "demo-engine"
 LOOK_S = 0.5

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tests.demo.fleet import meridianctl
 from tests.engine.pools import STEP_MS
 from tests.engine.served import APART, Served
 from tests.processes import Control, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 START_S = 300.0
 

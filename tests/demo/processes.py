@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.processes import Process
+from tests.processes import Process
 
 HOST = "127.0.0.1"
 TAIL_LINES = 25

@@ -6,16 +6,13 @@ from __future__ import annotations
 import re
 import tomllib
 from importlib import metadata
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.generate import HERE
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())
 # Extras that users install. vLLM's own packages are not judged: who runs vLLM has accepted them.

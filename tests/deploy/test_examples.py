@@ -9,22 +9,18 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from meridian.v1 import fleet_pb2
 
 from tests.data import maze
 from tests.engine.test_examples import OPTIONS
 from tests.needed import RAY
 from tests.processes import ENGINE_ENV, MODEL, ROOT, Control, Process, free_port, wait_for
 from tests.vllm_command import write_metadata
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from meridian.v1 import fleet_pb2
 
 pytestmark = pytest.mark.long
 CAP = 12

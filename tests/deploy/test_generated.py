@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import promql_parser
 import pytest
@@ -18,10 +20,6 @@ from deploy.generate import ADDONS, HERE, RULES, generated
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.telemetry.catalogue import catalogue
 from tests.needed import PROMTOOL
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 PROMETHEUS_OWN = {"up"}
 ALERTS: dict[str, dict[str, Any]] = {

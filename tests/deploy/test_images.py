@@ -8,8 +8,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,9 +18,6 @@ from tests.images.builds import CONTROL, INIT, Images
 from tests.images.site import Site
 from tests.images.store import Store
 from tests.needed import IMAGES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Largest size of the control plane's image above its base, in MB: about half of what pip installs.
 CONTROL_MB = 110

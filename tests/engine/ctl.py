@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from typer.testing import CliRunner
 
 from meridian_control.cli.main import app
-
-if TYPE_CHECKING:
-    from tests.processes import Control
+from tests.processes import Control
 
 
 def ctl(control: Control, *args: str) -> str:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from meridian.v1 import agent_pb2
 
 from meridian_agent.link.control_stream import ControlStream
 from tests.engine import PATIENCE_S
-
-if TYPE_CHECKING:
-    from meridian.v1 import agent_pb2
 
 # The polling interval; even a busy machine answers within milliseconds.
 LOOK_S = 0.0005

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meridian_agent.vllm_adapter import reasoning_markers
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
 
 # All features are on but no token changes: caps are out of reach, answers have no reserve, stops end thinking, too, and
 # entropy rules are in shadow.

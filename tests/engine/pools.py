@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import httpx
 from meridian.v1 import fleet_pb2
@@ -13,10 +15,6 @@ from meridian.v1 import fleet_pb2
 from tests.engine.matrix.builds import NIXL
 from tests.engine.served import Served
 from tests.processes import Control, Process, free_port, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
 # As in tests.demo.pace, which imports vLLM.
 STEP_MS = "MERIDIAN_DEMO_STEP_MS"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from meridian_agent.core.request_info import is_probe
 from tests.engine.recording import records
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class _Clocks:

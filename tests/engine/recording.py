@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from meridian_agent.core.step_record import MeasuredProbe, StepRecord
 from meridian_agent.core.step_signals import StepSignals
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @contextlib.contextmanager

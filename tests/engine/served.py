@@ -8,25 +8,21 @@ import json
 import socket
 import sys
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import httpx
 import openai
+from meridian.v1 import fleet_pb2
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.certificates import Issued
 from tests.data import maze
 from tests.engine import ENGINE_ARGS
 from tests.processes import ENGINE_ENV, RPC_S, Control, Process, free_port, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from meridian.v1 import fleet_pb2
-
-    from tests.certificates import Issued
 
 PROMPTS = maze.prompts(6, seed=5)
 # Blocks of the KV cache, several times as many as the most requests need. At its start vLLM writes zeros to all of

@@ -4,7 +4,8 @@ calls of a program that has the engine in its own process."""
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -13,16 +14,12 @@ from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsPar
 
 from meridian_agent.link.lease import LATE_S
 from tests.engine import Run, cases, chat, confirmed
+from tests.engine.pacing import Settled
 from tests.engine.policies import NEUTRAL
 from tests.engine.recording import records
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.processes import Control, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.engine.pacing import Settled
 
 
 @pytest.fixture

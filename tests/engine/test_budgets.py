@@ -3,17 +3,15 @@ changes no token."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 
 from meridian_control.engine.shortening import FLOOR, UNSHORTENED
 from tests.engine import chat, paced
+from tests.engine.pacing import Settled
 from tests.engine.test_decisions import endless, opened
 from tests.processes import RPC_S, Control, wait_for
-
-if TYPE_CHECKING:
-    from tests.engine.pacing import Settled
 
 FLOOR_TOKENS, CAP = 6, 60
 ACME = {"name": "engine", "tenant": "ac*", "tokens_per_day": CAP, "max_think_tokens": CAP, "min_think_tokens": 1}

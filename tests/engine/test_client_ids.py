@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import httpx
@@ -18,11 +18,8 @@ from tests.data import maze
 from tests.engine import SHORT
 from tests.engine.ctl import ctl
 from tests.engine.policies import NEUTRAL
-from tests.engine.served import paused, stream
+from tests.engine.served import Served, paused, stream
 from tests.processes import RPC_S, Control, wait_for
-
-if TYPE_CHECKING:
-    from tests.engine.served import Served
 
 PROMPT = maze.prompts(1, seed=5)[0]
 # Colours, the clipboard, lines that are erased, a forged line, another reading direction.

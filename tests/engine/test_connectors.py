@@ -6,8 +6,9 @@ Scheduler and connector are vLLM's own, with made-up results of steps. Engines w
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,6 @@ from meridian_agent.vllm_adapter import kv_connectors as connectors
 from tests.engine import ENGINE_ARGS
 from tests.engine.matrix import connectors as recorder
 from tests.processes import ENGINE_ENV
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BLOCK = ENGINE_ARGS["block_size"]
 # Extra configuration of each connector whose scheduler side can be made without a GPU and without another package.

@@ -3,20 +3,17 @@ its natural ends is counted beside what follows forced ends."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2, fleet_pb2_grpc
 
 from tests.data import maze
 from tests.engine import Run, choose, prompt_ids
+from tests.engine.pacing import Settled
 from tests.engine.policies import CONVERGED
 from tests.engine.test_rules import CASES, GREEDY, free_run
-from tests.processes import RPC_S, wait_for
-
-if TYPE_CHECKING:
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import RPC_S, Control, wait_for
 
 SHARE = 0.5
 # Tokens after which the stream breaks, when each request thinks.

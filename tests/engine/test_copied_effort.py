@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from meridian_agent.core.request_info import CANDIDATE, CHAT, TEMPLATE, UNKNOWN_TEMPLATE
 from meridian_agent.vllm_adapter import client_effort, required_api
 from tests.processes import Process
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 UNCOPIED = "meridian: vLLM lacks %s: the effort that its clients name reaches no policy"
 

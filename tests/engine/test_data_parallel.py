@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from meridian.v1 import fleet_pb2
 
-from tests.engine.served import PROMPTS, all_of, governed, phase_metrics, stream
+from tests.engine.served import PROMPTS, Served, all_of, governed, phase_metrics, stream
 from tests.engine.test_client_ids import explained, left, stopped, written
-from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from meridian.v1 import fleet_pb2
-
-    from tests.engine.served import Served
-    from tests.processes import Control
+from tests.processes import Control, wait_for
 
 CAP = 10
 RANKS = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni", "--num-gpu-blocks-override", "64")

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
 from tests.engine import SHORT, Run, cases, chat, paced
-from tests.engine.pacing import waits
+from tests.engine.pacing import Settled, waits
 from tests.engine.policies import CONVERGED, NEUTRAL
-from tests.processes import MERIDIANCTL, wait_for
+from tests.processes import MERIDIANCTL, Control, wait_for
 from tests.processes import run as program
-
-if TYPE_CHECKING:
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
 
 OPEN = {"open_think": True}
 # Parameters of a request that goes on until a limit or a decision stops it, because end of sequence is ignored.

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,6 @@ from tests.data import maze
 from tests.engine import SHORT
 from tests.engine.served import CLOSING, CLOSING_TOKENS, TOKENS, Client, governed
 from tests.processes import MARKED, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 PROMPT = maze.prompts(1, seed=5)[0]
 POLICY = {

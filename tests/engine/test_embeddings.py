@@ -5,21 +5,16 @@ from __future__ import annotations
 
 import base64
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.data import maze
-from tests.engine.served import Client
+from tests.engine.served import Client, Served
 from tests.engine.test_client_ids import explained
-from tests.processes import MODEL, RPC_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engine.served import Served
-    from tests.processes import Control
+from tests.processes import MODEL, RPC_S, Control
 
 PROMPT, CAP, TOKENS = maze.prompts(1, seed=8)[0], 5, 40
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vllm import SamplingParams
 
 from tests.engine import FIRST_TOKENS, MAX_TOKENS, Run, cases, chat
+from tests.engine.pacing import Settled
 from tests.engine.policies import NEUTRAL
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from tests.engine.pacing import Settled
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=FIRST_TOKENS)
 WHOLE = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from meridian.v1 import fleet_pb2
 
 from tests.data import maze
 from tests.engine.served import APART, TOGETHER
 from tests.processes import BUSY, ENGINE_ENV, MODEL, ROOT, Control, Process, wait_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from meridian.v1 import fleet_pb2
 
 CAP = 12
 # The value of VLLM_PLUGINS for each example, and whether engine core and worker are one process.

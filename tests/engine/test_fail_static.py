@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core.probe_admission import MAX_HOLD_MS
 from tests.engine import ENGINE_ARGS, FIRST_TOKENS, Run, cases, chat, confirmed, rebuild
-from tests.engine.pacing import waits
+from tests.engine.pacing import Settled, waits
 from tests.engine.policies import CONVERGED, NEUTRAL
 from tests.engine.recording import records
 from tests.engine.test_budgets import shown
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_rules import paragraph_rule
-from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control, wait_for
 
 # A policy that ends the thinking of every case that thinks.
 CAPPED: dict[str, Any] = {"scheduler": {"max_think_tokens": 12}}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,19 +16,13 @@ from meridian_agent.core.step_record import COUNTERS
 from meridian_agent.core.step_signals import SPENT_STEPS
 from meridian_agent.vllm_adapter.server_metrics import REQUESTS
 from tests.engine import Run, cases, chat, rebuild
+from tests.engine.pacing import Settled
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.recording import records
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_phase_metrics import by_phase
-from tests.processes import ENGINE_ENV, Process, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import ENGINE_ENV, Control, Process, wait_for
 
 HOOKS = ["opened", "before_schedule", "after_schedule", "bitmask", "after_update", "freeing"]
 # Part of the exceptions' texts, which must not leave the machine, because they may quote a request.

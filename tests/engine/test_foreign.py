@@ -10,7 +10,9 @@ import contextlib
 import json
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -20,18 +22,12 @@ from meridian_agent.link.inbox import INBOX_MESSAGES
 from tests.chaos.foreign import FLOOD, FOREIGN_REVISION
 from tests.chaos.versions import FIRST_VERSION, NEXT_VERSION
 from tests.engine import FIRST_TOKENS, Run, cases, chat, paced
+from tests.engine.pacing import Settled
 from tests.engine.policies import DENSE
 from tests.engine.test_equality import GREEDY
 from tests.engine.test_fail_static import CAPPED
 from tests.engine.test_inner_faults import MAX_GROWTH_MB, UNRULED, capped_again, rss_mb
-from tests.processes import Process, free_port, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control, Process, free_port, wait_for
 
 CAP: int = CAPPED["scheduler"]["max_think_tokens"]
 # Decisions after which a flood ends its stream here.

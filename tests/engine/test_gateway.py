@@ -9,22 +9,17 @@ import contextlib
 import hashlib
 import hmac
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine import confirmed
 from tests.engine.ctl import ctl
-from tests.engine.served import CLASS, CLOSING, CLOSING_TOKENS, PROMPTS, TENANT, TOKENS, Client, governed
+from tests.engine.served import CLASS, CLOSING, CLOSING_TOKENS, PROMPTS, TENANT, TOKENS, Client, Served, governed
 from tests.engine.test_effort import PROMPT
-from tests.processes import RPC_S, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from tests.engine.served import Served
-    from tests.processes import Control
+from tests.processes import RPC_S, Control, wait_for
 
 # The cap of all tenants but one, in thinking tokens, which the agent knows before it sees a request.
 SMALL = 7

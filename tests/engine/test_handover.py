@@ -10,13 +10,14 @@ import contextlib
 import json
 import re
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import openai
 import pytest
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_relay.bodies import CarriedRequest
 from tests.data import maze
@@ -25,12 +26,6 @@ from tests.engine.pools import POLICY, Pools
 from tests.engine.served import Said, ask, client_of
 from tests.needed import NIXL
 from tests.processes import MODEL, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from concurrent.futures import Future
-
-    from meridian.v1 import fleet_pb2
 
 if not NIXL.found():
     pytest.skip(NIXL.reason, allow_module_level=True)

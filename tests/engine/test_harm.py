@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
@@ -13,12 +14,7 @@ from vllm import SamplingParams
 from tests.data import maze
 from tests.engine import chat
 from tests.engine.policies import CONVERGED
-from tests.processes import RPC_S, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.processes import Control
+from tests.processes import RPC_S, Control, wait_for
 
 RIGHT_FROM = 21
 BUDGET = {"name": "all", "tokens_per_minute": 3000, "shadow": False}

@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from meridian.v1 import agent_pb2
 
 from meridian_agent.core import directives, probe_admission
 from tests.engine import Run, cases
 from tests.engine.test_equality import WHOLE
 from tests.engine.test_faults import rebuilt  # noqa: F401 - a fixture
 from tests.fuzz import agent as hostile
-
-if TYPE_CHECKING:
-    from meridian.v1 import agent_pb2
 
 SEEDS, PER_STEP = range(15), 2
 

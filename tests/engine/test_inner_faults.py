@@ -11,8 +11,9 @@ import os
 import sys
 import threading
 import time
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -28,13 +29,7 @@ from tests.engine import Run, cases, chat, prompt_ids
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY, WHOLE
 from tests.engine.test_fail_static import CAPPED
-from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
-
-    from tests.processes import Control
+from tests.processes import Control, wait_for
 
 # The cap is out of reach, and no rule asks for a probe.
 UNRULED: dict[str, Any] = {"scheduler": {"max_think_tokens": 100_000}}

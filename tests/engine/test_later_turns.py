@@ -7,20 +7,16 @@ answers are the same for the same prompt.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
 from tests.engine import SHORT, served
 from tests.engine.served import KEEPS, STRIPS
-from tests.processes import MODEL, RPC_S, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.processes import Control
+from tests.processes import MODEL, RPC_S, Control, wait_for
 
 POLICY = {
     "scheduler": {"answer_reserve_tokens": 0},

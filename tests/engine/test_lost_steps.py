@@ -3,21 +3,18 @@ requests and goes on, as vLLM's fault tolerance does."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
 from tests.engine import Run, cases, confirmed, prompt_ids
+from tests.engine.pacing import Settled
 from tests.engine.policies import DENSE
 from tests.engine.recording import records
 from tests.engine.test_decisions import endless, opened
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control
 
 MADE = "made by the test"
 

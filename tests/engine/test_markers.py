@@ -6,7 +6,8 @@ soon as a policy names the markers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,7 @@ from tests.engine import STRIPPED, Run, chat, confirmed, rebuild
 from tests.engine.policies import NEUTRAL
 from tests.engine.recording import records, rows
 from tests.engine.test_decisions import ENDLESS, opened
-from tests.processes import MERIDIANCTL, run, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.processes import Control
+from tests.processes import MERIDIANCTL, Control, run, wait_for
 
 CAP, LATER_CAP = 12, 40
 # The property of vLLM's parsers with the text that opens thinking.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.engine.matrix import features_of
 from tests.engine.matrix.__main__ import run
 from tests.engine.matrix.builds import BUILDS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Entropy, EAT and exact ends, which are guaranteed for every runner and scheduler.
 SIGNALS_AND_CAPS = ("greedy", "EAT probes", "caps")

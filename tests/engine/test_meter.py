@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 from meridian_agent.core.step_signals import SPENT_STEPS
 from tests.engine import paced
+from tests.engine.pacing import Settled
 from tests.engine.test_decisions import endless, opened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import pytest
-
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control
 
 # Processor time that each call of a slowed function takes more.
 SLOWER_S = 0.003

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import urllib.request
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm import SamplingParams
 
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.telemetry.catalogue import AGENTS, ENGINES, catalogue
 from tests.engine import SHORT, STRIPPED, Run, cases, chat, choose, paced
+from tests.engine.pacing import Settled
 from tests.engine.policies import CONVERGED, DENSE
 from tests.engine.test_decisions import endless
 from tests.engine.test_pressure import pressure
-from tests.processes import RPC_S, wait_for
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import RPC_S, Control, wait_for
 
 SHADOWED = {**CONVERGED, "entropy": {**CONVERGED["entropy"], "shadow": True}}
 SHARE = 0.5

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 from meridian.v1 import fleet_pb2
 
 from tests.engine.served import APART, Served
 from tests.processes import MERIDIANCTL, Control, run, wait_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WORKER, CORE = "VLLM::Worker", "VLLM::EngineCore"
 # vLLM's program kills the core after the first number of seconds, and the core would kill its worker after the second.

@@ -9,8 +9,9 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -33,9 +34,6 @@ from meridian_agent.vllm_adapter.required_api import (
 )
 from tests.processes import ENGINE_ENV, Control, Process, wait_for
 from tests.vllm_sources import Sources, tables
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ALL = {**CONNECTOR, **V1_RUNNER, **V2_RUNNER, **API_SERVER, **FRONT_END, **BALANCER, **ENGINE}
 PARAMS = "vllm.sampling_params:SamplingParams"

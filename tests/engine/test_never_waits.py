@@ -16,20 +16,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from types import FrameType, ModuleType
+from typing import Any
 
 import pytest
 
 from tests.engine import Run, cases
 from tests.engine.policies import DENSE
 from tests.engine.test_decisions import endless, opened
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
-
-    from tests.processes import Control
+from tests.processes import Control
 
 # Owners of functions that may wait, except for the functions in NEVER_WAIT.
 WAITING = (

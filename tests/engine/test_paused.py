@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
 
 import httpx
 
 from tests.engine import confirmed
-from tests.engine.served import paused
-from tests.processes import RPC_S, wait_for
-
-if TYPE_CHECKING:
-    from tests.engine.served import Served
-    from tests.processes import Control
+from tests.engine.served import Served, paused
+from tests.processes import RPC_S, Control, wait_for
 
 
 def test_a_paused_server_confirms_a_freeze_and_keeps_its_stream(apart: tuple[Served, Control]) -> None:

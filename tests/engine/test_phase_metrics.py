@@ -3,24 +3,21 @@ from vLLM's servers, with one API server process and with two."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from prometheus_client import REGISTRY
 
 from meridian_agent.core.phases import begin
 from meridian_agent.vllm_adapter import phase_numbers
 from meridian_agent.vllm_adapter.server_metrics import KV_TOKENS, NAMES, REQUESTS
 from tests.engine import Run, cases, chat, paced, prompt_ids
+from tests.engine.pacing import Settled
 from tests.engine.policies import CONVERGED
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_equality import GREEDY, WHOLE
 from tests.engine.test_metrics import scraped
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control
 
 LABELS = {"model_name": "maze", "engine": "0"}
 COUNTERS = (

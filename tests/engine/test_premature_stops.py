@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -14,16 +15,11 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from meridian_agent.vllm_adapter import premature_stops
 from tests.engine import Run, cases, chat, paced, prompt_ids
+from tests.engine.pacing import Settled
 from tests.engine.policies import ending_turns
 from tests.engine.test_decisions import opened
 from tests.engine.test_reserve import ends, reserve
-from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control, wait_for
 
 MOST = 100
 # The thinking token at which the model stops.

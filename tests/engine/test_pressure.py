@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from meridian_agent.core.directives import DispatchPlan
+from meridian_agent.core.step_record import StepRecord
 from meridian_agent.vllm_adapter.scheduler_api import admission_limit_name
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.data import maze
 from tests.engine import ENGINE_ARGS, STRIPPED, Run, cases, chat, paced, prompt_ids, stops_next
-from tests.engine.pacing import waits
+from tests.engine.pacing import Settled, waits
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.test_decisions import endless, opened
-from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from meridian_agent.core.directives import DispatchPlan
-    from meridian_agent.core.step_record import StepRecord
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control, wait_for
 
 ANSWER = {"enable_thinking": False}
 

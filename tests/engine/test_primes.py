@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import httpx
@@ -13,13 +13,9 @@ from transformers import AutoTokenizer
 
 from tests.engine import ENGINE_ARGS
 from tests.engine.ctl import ctl
-from tests.engine.served import PROMPTS, stream
+from tests.engine.served import PROMPTS, Served, stream
 from tests.primes.capability import ENDS, NAME, is_prime
-from tests.processes import RPC_S, wait_for
-
-if TYPE_CHECKING:
-    from tests.engine.served import Served
-    from tests.processes import Control
+from tests.processes import RPC_S, Control, wait_for
 
 CLOSED = {"entropy": {"enabled": False}, "loop": {"enabled": False}}
 

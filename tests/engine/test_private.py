@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import copy
 import struct
-from typing import TYPE_CHECKING, Any, Never
+from collections.abc import Iterator
+from typing import Any, Never
 
 import pytest
+from meridian.v1 import agent_pb2
 from vllm import SamplingParams
 
 from meridian_agent.core import guard as guard_module
 from tests.data import maze
 from tests.engine import Run, prompt_ids
+from tests.engine.pacing import Settled
 from tests.engine.policies import DENSE
 from tests.engine.test_decisions import endless
 from tests.engine.test_faults import _mend_observer, _observer, rebuilt  # noqa: F401 - a fixture
 from tests.engine.test_foreign import lead
 from tests.engine.wiretap import Wiretap
-from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from meridian.v1 import agent_pb2
-
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control, wait_for
 
 # Length of a piece of a request, in tokens or, for texts, in words.
 PIECE = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,10 +14,7 @@ from tests.engine.policies import NEUTRAL
 from tests.engine.queueing import compared
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_pressure import half_the_cache
-from tests.processes import RPC_S, wait_for
-
-if TYPE_CHECKING:
-    from tests.processes import Control
+from tests.processes import RPC_S, Control, wait_for
 
 # The requests are three times as many as the engine has places, and together they need more than half of its KV.
 REQUESTS = 24

@@ -7,27 +7,22 @@ affected.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-from meridian.v1 import policy_pb2, rollout_pb2, rollout_pb2_grpc
+from meridian.v1 import agent_pb2, policy_pb2, rollout_pb2, rollout_pb2_grpc
 
 from tests.engine.served import Served, all_of
 from tests.engine.test_served import ROUNDS
 from tests.fakes.agent import hello
 from tests.fakes.linked import LinkedEngine
+from tests.postgres import Postgres
 from tests.processes import wait_for
 from tests.replicated import Client, Replicated, client, until_answer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from meridian.v1 import agent_pb2
-
-    from tests.postgres import Postgres
 
 SIMULATED = [f"simulated-{number}" for number in range(6)]
 NAMES = sorted([*SIMULATED, "served"])

@@ -6,22 +6,19 @@ context ends a request.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core import guard as guard_module
 from tests.engine import SHORT, Run, chat, paced, prompt_ids, rebuild
+from tests.engine.pacing import Settled
 from tests.engine.test_decisions import endless, opened
 from tests.engine.test_fail_static import kill, lost, state_file  # noqa: F401 - a fixture
 from tests.engine.test_faults import rebuilt  # noqa: F401 - a fixture
 from tests.engine.test_pressure import half_the_cache
-from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control, wait_for
 
 
 def reserve(tokens: int, **scheduler: Any) -> dict[str, Any]:

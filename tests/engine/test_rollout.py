@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf.json_format import ParseDict
 from meridian.v1 import rollout_pb2, rollout_pb2_grpc
@@ -10,10 +10,7 @@ from meridian.v1 import rollout_pb2, rollout_pb2_grpc
 from tests.engine import chat
 from tests.engine.test_decisions import endless, opened
 from tests.fakes.linked import LinkedEngine
-from tests.processes import RPC_S, wait_for
-
-if TYPE_CHECKING:
-    from tests.processes import Control
+from tests.processes import RPC_S, Control, wait_for
 
 CAP = 77
 

@@ -7,7 +7,7 @@ import itertools
 import random
 import signal
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -17,13 +17,11 @@ from meridian_agent.core.probe_admission import MAX_HOLD_MS
 from meridian_agent.core.request_info import is_probe
 from tests.data import maze
 from tests.engine import Run, chat, paced
+from tests.engine.pacing import Settled
 from tests.engine.policies import CONVERGED
 from tests.engine.recording import probes, records, rows
 from tests.fakes.sentences import ends_of, flags_of
-
-if TYPE_CHECKING:
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control
 
 OPEN = {"open_think": True}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=600)

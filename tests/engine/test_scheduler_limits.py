@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from vllm import SamplingParams
 
 from meridian_agent.core.request_info import is_probe
 from tests.engine import ENGINE_ARGS, FIRST_TOKENS, Run, cases, chat
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_equality import GREEDY
-from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.processes import Control
+from tests.processes import Control, wait_for
 
 PLACES = ENGINE_ARGS["max_num_seqs"]
 

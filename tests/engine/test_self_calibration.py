@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import pytest
 from meridian.v1 import fleet_pb2, fleet_pb2_grpc
 from vllm import SamplingParams
 
@@ -14,17 +16,10 @@ from meridian_agent.vllm_adapter.model_fingerprint import fingerprint
 from meridian_control.capabilities.control_group.requests import MAX_GAP_TOKENS, MISSING_GAPS, gap_tokens
 from meridian_control.capabilities.self_calibration.episodes import Episode, name_of
 from tests.engine import chat, choose, paced
+from tests.engine.pacing import Settled
 from tests.engine.recording import probes, records
 from tests.engine.test_rules import CASES, GREEDY, free_run
-from tests.processes import RPC_S, wait_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import RPC_S, Control, wait_for
 
 ASKED: dict[str, Any] = {
     "scheduler": {"min_think_tokens": 0},

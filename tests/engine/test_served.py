@@ -6,7 +6,9 @@ Engine and control plane authenticate by certificates (mTLS); the engine's certi
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -16,10 +18,6 @@ from tests.data import maze
 from tests.engine import ENGINE_ARGS
 from tests.engine.served import PROMPTS, Served, all_of, phase_metrics, stream
 from tests.processes import Control, free_port, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 # Number of rounds, enough for most tokens to be still to come when the first rows arrive.
 ROUNDS = 3

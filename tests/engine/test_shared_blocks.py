@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.engine import STRIPPED, Run, prompt_ids, stops_next
+from tests.engine.pacing import Settled
 from tests.engine.test_decisions import endless, opened
-
-if TYPE_CHECKING:
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control
 
 
 def blocks_of(agent: Any, scheduler: Any, name: str) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +15,11 @@ from meridian_agent.core.sentences import ROW_FLAGS
 from meridian_control.engine.settings_delivery import USUAL_INTERVAL_STEPS
 from tests.engine import Run, cases, chat, choose, paced, prompt_ids
 from tests.engine.offline import load, mismatches, probe_mismatches
+from tests.engine.pacing import Settled
 from tests.engine.policies import DENSE, NEUTRAL, SENTENCE_ENDS
 from tests.engine.recording import probes, records, rows
 from tests.engine.test_decisions import endless, opened
-from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control, wait_for
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import pickle
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from vllm import SamplingParams
@@ -17,14 +17,11 @@ from vllm import SamplingParams
 from meridian_agent.vllm_adapter.stop_tokens import SleepingTokens, stop_also_after
 from tests.engine import SHORT, Run, confirmed, prompt_ids
 from tests.engine.ctl import ctl
+from tests.engine.pacing import Settled
 from tests.engine.policies import NEUTRAL
 from tests.engine.test_decisions import OPEN
 from tests.engine.test_fail_static import kill, lost  # noqa: F401 - a fixture
-from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control, wait_for
 
 # Name of the entry in vllm_xargs.
 OWN = "meridian_answer_only_stops"

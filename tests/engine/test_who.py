@@ -3,7 +3,7 @@ thinking."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -12,13 +12,11 @@ from vllm.sampling_params import StructuredOutputsParams
 from meridian_agent.core import probe_admission as place_reserve
 from tests.data import maze
 from tests.engine import STRIPPED, Run, cases, chat, paced, prompt_ids
+from tests.engine.pacing import Settled
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.recording import probes, records
 from tests.engine.test_decisions import endless, opened
-
-if TYPE_CHECKING:
-    from tests.engine.pacing import Settled
-    from tests.processes import Control
+from tests.processes import Control
 
 
 def test_effort_and_tenant_map_to_budgets(llm: Any, agent: Any, control: Control, settled: Settled) -> None:

@@ -9,12 +9,9 @@ import contextlib
 import socket
 import threading
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from meridian.v1 import agent_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # The first byte of a TLS handshake, and the first one of its version.
 TLS_HANDSHAKE = b"\x16\x03"

@@ -6,22 +6,18 @@ The fake checks the contract of `agent.proto`: order, ids, targets, and that the
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.step_record import Outcome
+from meridian_agent.core.live_request import LiveRequest
+from meridian_agent.core.step_record import Outcome, StepRecord
 from meridian_agent.core.step_signals import StepSignals
 from meridian_agent.link.messages import opened_message, step_report
 from tests.fakes.engine import END, START, TEXT, FakeEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from meridian_agent.core.live_request import LiveRequest
-    from meridian_agent.core.step_record import StepRecord
 
 ALL = agent_pb2.Capabilities(
     token_entropy=True,

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from meridian_control.app.assembly import Parts, build
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.client_credentials import ClientCredentials
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.peers import Peers
 from meridian_control.fleet.whole_fleet import WholeFleet
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from meridian_control.fleet.membership import Replica
-    from meridian_control.policy.store import PolicyStore
-    from meridian_control.server.rate_limits import CallLimits
-    from meridian_control.server.roles import Access
+from meridian_control.policy.store import PolicyStore
+from meridian_control.server.rate_limits import CallLimits
+from meridian_control.server.roles import Access
 
 
 def utc_now() -> datetime:

@@ -6,23 +6,18 @@ acceptance work as in vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import Any
+
+from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import Directives
+from meridian_agent.core.live_request import LiveRequest
 from meridian_agent.core.phases import Markers, Phase, begin
 from meridian_agent.core.request_info import RequestInfo
-from meridian_agent.core.step_record import Gauges, Outcome, Tier
+from meridian_agent.core.step_record import Gauges, Outcome, StepRecord, Tier
 from meridian_agent.core.tracker import Tracker
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
-
-    from meridian.v1 import agent_pb2
-
-    from meridian_agent.core.live_request import LiveRequest
-    from meridian_agent.core.step_record import StepRecord
 
 START, END, TEXT = 1, 2, 90
 MARKERS = Markers(((START,),), ((END,),))

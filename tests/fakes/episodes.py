@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from meridian_control.capabilities.self_calibration.episodes import Episode, Sample, name_of
-
-if TYPE_CHECKING:
-    import random
 
 GAP_TOKENS = 64
 

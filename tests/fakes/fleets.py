@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from meridian.v1 import fleet_pb2
 
 from meridian_control.common.slices import at_once
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    from meridian.v1 import fleet_pb2
-
-    from meridian_control.engine.totals import Totals
-    from meridian_control.fleet.fleet import Fleet
+from meridian_control.engine.totals import Totals
+from meridian_control.fleet.fleet import Fleet
 
 T = TypeVar("T")
 

@@ -6,24 +6,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from meridian.v1 import agent_pb2
 
 from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.directives import STEP_DECISIONS
 from meridian_agent.link.control_stream import GOODBYE_S, ControlStream
+from meridian_agent.link.credentials import AgentCredentials
+from meridian_agent.link.outbox import RecordRing
 from meridian_agent.vllm_adapter.scheduler_limits import Bounds, SchedulerLimits
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT, FakeEngine
 from tests.processes import BUSY
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from meridian.v1 import agent_pb2
-
-    from meridian_agent.link.credentials import AgentCredentials
-    from meridian_agent.link.outbox import RecordRing
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:

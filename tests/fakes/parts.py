@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.engine.part import PartMaker
+from meridian_control.engine.session import Session
 from meridian_control.fleet.fleet import Fleet
-
-if TYPE_CHECKING:
-    from meridian.v1 import fleet_pb2
-
-    from meridian_control.engine.part import PartMaker
-    from meridian_control.engine.session import Session
 
 
 def parts(**own: PartMaker) -> list[PartMaker]:

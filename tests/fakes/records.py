@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from meridian_agent.core.step_record import StepRecord
+from meridian_agent.core.step_record import StepRecord
 
 
 def in_slot_order(record: StepRecord) -> StepRecord:

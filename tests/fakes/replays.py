@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from meridian_control.offline.calibration import Goal
+from meridian_control.offline.calibration import Calibration, Goal
 from meridian_control.offline.correctness import from_labels, from_probes
-from meridian_control.offline.episodes import collect
+from meridian_control.offline.episodes import Episodes, collect
 from meridian_control.offline.halves import halved
 from meridian_control.offline.rule_replay import Replay
 from meridian_control.policy import model as schema
+from meridian_control.policy.model import Policy
 from tests.fakes import traces
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from meridian_control.offline.calibration import Calibration
-    from meridian_control.offline.episodes import Episodes
-    from meridian_control.policy.model import Policy
 
 REQUESTS = 120
 # A loss that so many requests can prove: with 60 in a half and none harmed, the bound is 4.9 per cent.

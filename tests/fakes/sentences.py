@@ -4,13 +4,10 @@ and the ends that a table finds in a sequence of tokens."""
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from meridian_agent.core.phases import FLAG_GOES_ON, FLAG_SENTENCE
 from meridian_agent.core.sentences import CERTAIN, LIKELY, SentenceTable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def ends_by_id(flags: bytes) -> SentenceTable:

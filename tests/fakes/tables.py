@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from meridian.v1 import agent_pb2
@@ -11,11 +12,7 @@ from meridian_control.engine.request_table import OUTPUT, THINK, RequestTable
 from meridian_control.engine.shortening import UNSHORTENED, Staged
 from meridian_control.engine.signals import add_eat_samples, rpdi
 from meridian_control.policy.model import Policy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from meridian_control.policy.shortening_schema import BudgetPolicy
+from meridian_control.policy.shortening_schema import BudgetPolicy
 
 WINDOW = 4
 

@@ -4,10 +4,12 @@ answers."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -19,10 +21,6 @@ from meridian_control.offline.trace_file import TraceWriter
 from meridian_control.policy import formats as forms
 from meridian_control.policy import model as schema
 from tests.fakes.agent import hello
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 SENTENCE, PARAGRAPH = 32, 96
 STOP = agent_pb2.FINISH_REASON_STOP

@@ -9,16 +9,14 @@ import json
 import os
 import random
 import statistics
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from tests.data import maze
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MODEL = Path(__file__).parents[1] / "data" / "maze-qwen3"
 # Requests in flight, fewer than the engine runs at once, so that EAT probes find a place.

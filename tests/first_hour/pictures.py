@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 FOLDER = Path(__file__).parent
 # The pictures, and the headings of the guide whose commands each of them shows.

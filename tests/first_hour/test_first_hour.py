@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -16,9 +16,6 @@ from meridian_control import __version__
 from tests.first_hour.__main__ import run, sections, shown
 from tests.first_hour.pictures import FOLDER, PICTURES, prompted
 from tests.processes import ROOT, free_port
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # What each heading's commands print, in the order of the guide.
 PRINTS = (

@@ -13,16 +13,14 @@ import socket
 import struct
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from meridian.v1 import agent_pb2
 
 from tests.fakes.agent import hello
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 CONNECT = "/meridian.v1.AgentService/Connect"
 GET_POLICY = "/meridian.v1.PolicyService/GetPolicy"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -23,10 +25,6 @@ from meridian_control.policy import formats as forms
 from meridian_control.policy.model import Policy, Who
 from tests.fuzz.hostile import DOUBLES, LONG, TEXTS, Hostile
 from tests.sim.policies import draw
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
 
 POLICIES = sorted((Path(__file__).parent.parent / "data" / "policies").glob("*/*.toml"))
 FRAGMENTS = (

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf import text_format
 from meridian.v1 import fleet_pb2
 
 from tests.fuzz import agent, control, parsers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 CORPUS = Path(__file__).parent.parent / "data" / "fuzz"
 BETWEEN = "---\n"

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.fuzz.targets import TARGETS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fuzz.targets import Target
+from tests.fuzz.targets import TARGETS, Target
 
 KEPT = [(target, path) for target in TARGETS.values() for path in target.corpus()]
 CASES = {"control": 40, "agent": 60}

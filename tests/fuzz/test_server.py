@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from itertools import groupby
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
-from meridian.v1 import agent_pb2_grpc
+from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from tests.contract.streams import Clock, controlling
 from tests.fakes.linked import LinkedEngine, until
 from tests.fuzz.targets import TARGETS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from meridian.v1 import agent_pb2
 
 SEEDS = range(40)
 ALLOWED = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -19,10 +19,6 @@ from meridian_kernels import EntropyProbe, KernelError, RowSignals, reference
 from tests.bench.kernels import why_not
 from tests.needed import GPU
 from tests.unit.kernels.expected import DTYPES, KINDS, NATS, margins
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 if reason := why_not():
     pytest.skip(f"{reason}: {GPU.how}", allow_module_level=True)

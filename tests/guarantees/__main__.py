@@ -16,14 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tests.guarantees.mutations import PACKAGES, ROOT, mutants, path_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROWS = Path(__file__).with_name("functions.csv")
 FAILED, PASSED = 1, 0

@@ -4,12 +4,10 @@ raised, a comparison shifted, a result lost. The module knows no function by its
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("meridian_agent", "meridian_control", "kernels")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from deploy.generate import HERE
 from tests.images import checks
@@ -19,9 +19,6 @@ from tests.images.site import Site
 from tests.images.sizes import table
 from tests.needed import IMAGES
 from tests.processes import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PAGE = HERE / "images" / "README.md"
 BEGIN, END = "<!-- sizes: begin -->\n", "<!-- sizes: end -->\n"

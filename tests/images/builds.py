@@ -6,14 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from deploy.generate import HERE
 from tests.images.sizes import added, files
 from tests.images.store import Store
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BASE, VLLM_BASE = "localhost/base", "localhost/vllm"
 CONTROL, INIT, VLLM = "localhost/meridian-control", "localhost/meridian-agent-init", "localhost/meridian-vllm"

@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+from collections.abc import Mapping
+from pathlib import Path
 
 # A package's folder, in a virtual environment or in the folder that the init container copies.
 PACKAGE = re.compile(r"(?:.*/site-packages|/agent)/([^/]+)")

@@ -10,14 +10,12 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deploy.generate import HERE
 from tests.images.machine import apt_mirror, pip_places, pip_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 # The packages of the stand-in for the base images, which have Python, pip and certificates of authorities.
 PACKAGES = "python3,python3-pip,python3-venv,ca-certificates"

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tests.data import maze
 from tests.demo.live import Live
 from tests.demo.load import Load
 from tests.fakes.linked import LinkedEngine
 from tests.processes import free_port
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ENGINES = {"gpu-a1": "zone=a", "gpu-b1": "zone=b"}
 TENANTS = ("acme", "acme", "globex", "initech")

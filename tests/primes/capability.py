@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from meridian.v1 import agent_pb2
 from pydantic import Field
 
 from meridian_control.common.metric_entry import counter
-from meridian_control.engine.part import Capability, Part
-from meridian_control.journal.records import Detail
+from meridian_control.engine.part import Capability, Part, Stream, Turn
+from meridian_control.engine.totals import Totals
+from meridian_control.journal.records import Compared, Detail
 from meridian_control.policy.formats import extension
+from meridian_control.policy.model import Policy
 from meridian_control.policy.section import Section
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from meridian_control.engine.part import Stream, Turn
-    from meridian_control.engine.totals import Totals
-    from meridian_control.journal.records import Compared
-    from meridian_control.policy.model import Policy
 
 NAME, ENDS = "primes", "meridian_prime_ends_total"
 

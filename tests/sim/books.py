@@ -7,27 +7,22 @@ under way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, OTHER_ENDS, RULES
 from meridian_agent.core.phases import Markers, Phase, begin
+from meridian_agent.link.mailbox import Arrived
+from meridian_control.engine.session import Session
 from tests.sim import rest
-from tests.sim.engine import BLOCK, CONTEXT
+from tests.sim.engine import BLOCK, CONTEXT, Engine
+from tests.sim.invariants import Invariants
+from tests.sim.network import SteppedLink
 from tests.sim.queueing import Queueing
 from tests.sim.steps import Steps
 from tests.sim.watched import Limits, Watched
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from meridian_agent.link.mailbox import Arrived
-    from meridian_control.engine.session import Session
-    from tests.sim.engine import Engine
-    from tests.sim.invariants import Invariants
-    from tests.sim.network import SteppedLink
-
 
 # The part of the directives that a forced end belongs to, by reason; other reasons belong to a section without a lease.
 PARTS = {

@@ -8,17 +8,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from meridian_control.policy.model import Policy
 from meridian_control.policy.store import StoredRevision
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from meridian_control.policy.model import Policy
 
 EPOCH = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 

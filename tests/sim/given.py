@@ -7,15 +7,11 @@ agents.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from meridian.v1 import agent_pb2
 
+from meridian_control.engine.session import Session
 from meridian_control.engine.settings_delivery import model_of
-
-if TYPE_CHECKING:
-    from meridian_control.engine.session import Session
-    from meridian_control.policy.model import Policy
+from meridian_control.policy.model import Policy
 
 
 class Given:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meridian.v1 import agent_pb2
 
@@ -17,16 +17,13 @@ from meridian_agent.core.step_record import Outcome
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.control_group.rule import unshortened
 from meridian_control.capabilities.pressure.stream import EnginePressure
+from meridian_control.engine.session import Session
 from meridian_control.engine.shortening import Staged, matching, shortened
 from meridian_control.engine.token_rows import columns_of
-from meridian_control.policy.model import Who
+from meridian_control.policy.model import Policy, Who
 from tests.fakes.tables import in_stages
 from tests.sim import reasons
 from tests.sim.given import Given
-
-if TYPE_CHECKING:
-    from meridian_control.engine.session import Session
-    from meridian_control.policy.model import Policy
 
 ENTROPY_RULES = (
     agent_pb2.FORCE_REASON_EAT,

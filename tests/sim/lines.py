@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tests.sim.inject import Fault, Line
 from tests.sim.world import Failure, Options, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 # Engine restarts are left out, because an engine that is started anew forgets its faults. A short run suffices, because
 # most of it is the part after the faults.

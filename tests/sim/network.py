@@ -6,8 +6,10 @@ Each stream is two queues with delays. Everything moves in `tick`s, at the virtu
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from meridian.v1 import agent_pb2
 
@@ -17,18 +19,13 @@ from meridian_agent.link.record_queue import RecordQueue
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.common.errors import MeridianError
 from meridian_control.common.slices import at_once
+from meridian_control.engine.freeze_state import Freeze
+from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy.store import StoredRevision
 from meridian_control.server.agent_service import LEAVES_S
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
-    from meridian_control.engine.freeze_state import Freeze
-    from meridian_control.fleet.connection import Connection
-    from meridian_control.policy.store import StoredRevision
-    from tests.sim.clock import Timeline
-    from tests.sim.invariants import Invariants
+from tests.sim.clock import Timeline
+from tests.sim.invariants import Invariants
 
 # Time after which a side that hears nothing gives up the connection.
 KEEPALIVE_S = 45.0

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.common.enum_names import ENTROPY_REASONS, stage_name
+from meridian_control.common.opened_request import OpenedRequest
+from meridian_control.engine.session import Session
 from meridian_control.engine.shortening import LOWER_CAP, UNSHORTENED
 from meridian_control.journal.messages import decision_message
+from meridian_control.journal.records import Decision
 from meridian_control.policy.model import Who
-
-if TYPE_CHECKING:
-    from meridian.v1 import fleet_pb2
-
-    from meridian_control.common.opened_request import OpenedRequest
-    from meridian_control.engine.session import Session
-    from meridian_control.journal.records import Decision
 
 OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
 FIELD = re.compile(r"(?:override\[(\d+)\]\.)?(scheduler|entropy|loop)\.(\w+)(?:\[(\d+)\]\.max_ranks\[(\d+)\])?( - 1)?")

@@ -7,21 +7,16 @@ module.
 from __future__ import annotations
 
 from collections import deque
-from datetime import UTC
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.slices import at_once
 from meridian_control.engine.session import Session
 from meridian_control.fleet.trace_records import given_freezes
 from meridian_control.policy import formats as forms
-
-if TYPE_CHECKING:
-    from datetime import datetime
-
-    from meridian.v1 import agent_pb2, fleet_pb2
-
-    from tests.sim.invariants import Invariants
+from tests.sim.invariants import Invariants
 
 # Messages that a session itself sends in answer to a message; the fleet sends all others.
 SAID = ("settings", "directives")

@@ -6,18 +6,15 @@ violation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from meridian_agent.core.directives import ORDER
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.step_record import StepRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from meridian_control.engine.session import Session
-    from tests.sim.engine import Engine
-    from tests.sim.network import SteppedLink
+from meridian_control.engine.session import Session
+from tests.sim.engine import Engine
+from tests.sim.network import SteppedLink
 
 
 def sides_agree(engine: Engine, link: SteppedLink, session: Session) -> None:

@@ -5,23 +5,18 @@ The module looks at the scheduler itself, right after the agent has prepared a s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from meridian_agent.core.directives import ORDER
+from meridian_agent.core.directives import ORDER, DispatchPlan
 from meridian_agent.core.live_request import PHASE_RANK
 from meridian_agent.core.phases import FLAG_GOES_ON, Phase
 from meridian_agent.core.probe_admission import free_blocks
 from meridian_agent.core.request_info import is_probe
 from meridian_agent.core.sentences import CERTAIN
-from tests.sim.engine import BLOCK, sentences
+from tests.sim.engine import BLOCK, Engine, sentences
 from tests.sim.policies import NEAR
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from meridian_agent.core.directives import DispatchPlan
-    from tests.sim.engine import Engine
 
 # Steps for which a request may wait even if they last longer than its hold, as the README says.
 HOLD_STEPS = 4

@@ -4,13 +4,15 @@ without them."""
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.needed import VLLM
 
 pytest.importorskip("vllm", reason=VLLM.reason)
+
+from collections.abc import Callable
 
 from meridian_agent.engine import step_accounting
 from meridian_agent.engine.calm_steps import CalmSteps
@@ -19,14 +21,9 @@ from meridian_agent.link import outbox
 from meridian_control.policy.model import Policy
 from tests.sim.clock import stored
 from tests.sim.engine import DRAFTS, Model, Script, Shape, words
+from tests.sim.plant import Plant
 from tests.sim.test_sim import started
-from tests.sim.world import Options, run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.sim.plant import Plant
-    from tests.sim.world import World
+from tests.sim.world import Options, World, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SEEDS = 6

@@ -7,11 +7,14 @@ import copy
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from meridian.v1 import agent_pb2
@@ -33,10 +36,6 @@ from meridian_agent.vllm_adapter import request_api
 from tests.processes import BUSY
 from tests.sim import engine as engine_module
 from tests.sim.engine import BLOCK, CONTEXT, Engine, Script, Shape, config_of, share_tokenizer, words
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 START, END, _, TEXT = words()
 THINKS, ANSWERS = Script(1, 10**6, 10, False), Script(2, 1, 10**6, False)

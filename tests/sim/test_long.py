@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import sys
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,6 @@ from meridian.v1 import agent_pb2
 from meridian_agent.core.catch_up import NEW_TOKENS, STEP_TOKENS
 from meridian_agent.core.phases import PART_TOKENS, Phase
 from tests.fakes.counted import Counted
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 NEW = 60
 BLOCK, BATCH_TOKENS, PLACES = 32, 8192, 8

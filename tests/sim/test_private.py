@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Never
+from typing import Never
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from collections import deque
 
 from tests.sim import engine as engine_module
 from tests.sim import inject as inject_module
@@ -15,9 +17,6 @@ from tests.sim.engine import Model, tokenizer, words
 from tests.sim.inject import Fault
 from tests.sim.network import Stream
 from tests.sim.world import Options, run
-
-if TYPE_CHECKING:
-    from collections import deque
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Number of the hook in a run that fails; None for no fault.

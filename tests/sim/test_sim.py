@@ -5,13 +5,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.needed import VLLM
 
 pytest.importorskip("vllm", reason=VLLM.reason)
+
+from collections.abc import Iterator
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
@@ -27,9 +28,6 @@ from tests.sim.engine import Script, Shape, mix, words
 from tests.sim.inject import Fault
 from tests.sim.lines import OPTIONS, broken, cases
 from tests.sim.world import Options, World, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # One line in this many is tested.

@@ -6,13 +6,15 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.needed import VLLM
 
 pytest.importorskip("vllm", reason=VLLM.reason)
+
+from collections.abc import Callable, Iterator
 
 import vllm.config.scheduler as vllm_scheduler
 import vllm.v1.metrics.loggers as vllm_loggers
@@ -26,9 +28,6 @@ from meridian_agent.vllm_adapter import phase_numbers
 from tests.sim.engine import Engine, Script, Shape, words
 from tests.sim.inject import ENGINE, Fault, Injected, Line
 from tests.sim.world import RESTS_S, Options, World, _silent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # One line in this many is tested.

@@ -7,13 +7,11 @@ shape, and of the agent only the phase machine and how much of a reserve holds. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meridian_agent.core.phases import Markers, Phase, PhaseState
 from meridian_agent.core.think_limit import held_back
-
-if TYPE_CHECKING:
-    from tests.sim.engine import Shape
+from tests.sim.engine import Shape
 
 NO_LIMIT = 1 << 40
 

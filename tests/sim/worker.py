@@ -10,8 +10,9 @@ import functools
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,17 +21,12 @@ from meridian_agent import install
 from meridian_agent.core import guard as guard_module
 from meridian_agent.core import probe_admission  # noqa: F401 - imported here like `attach`
 from meridian_agent.core.guard import Guard
-from meridian_agent.core.step_signals import RESULT
+from meridian_agent.core.step_signals import RESULT, SignalBytes
 from meridian_agent.worker import attach  # noqa: F401 - imported here, its module's lines are not counted as the worker's
 from meridian_agent.worker import observer as observe_module
 from meridian_agent.worker.observer import Observer
 from tests.fakes.worker import asked, step, worker
 from tests.sim.inject import INJECTED_AT, WORKER, Fault, Injected
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from meridian_agent.core.step_signals import SignalBytes
 
 VOCABULARY = 50
 # Steps of the rest after a fault; a step takes a second of the virtual time.

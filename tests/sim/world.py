@@ -6,10 +6,12 @@ from __future__ import annotations
 import logging
 import random
 import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import fleet_pb2
@@ -34,6 +36,7 @@ from meridian_control.fleet import connection as connection_module
 from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.thinking_ends import end_here
 from meridian_control.fleet.trace_records import part_record
+from meridian_control.policy.model import Policy
 from tests.fakes.fleets import requests_of
 from tests.sim.clock import Timeline, stored
 from tests.sim.engine import Script, Shape, mix, share_tokenizer, words
@@ -44,12 +47,6 @@ from tests.sim.network import Network, SteppedLink
 from tests.sim.plant import NoFile, Plant
 from tests.sim.policies import BUDGETS, NO_LIMITS, draw
 from tests.sim.recorded import Replayed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from datetime import datetime
-
-    from meridian_control.policy.model import Policy
 
 # Limits that are small enough for rings, queues and windows to fill up within a run.
 LIMITS: tuple[tuple[Any, str, int], ...] = (

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.data import maze
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Sequence
 
 START, END, WAIT, FULL_STOP = 4, 5, 9, 8
 MARKER = re.compile("</?think>")

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from tests.soak import asks
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Sequence
 
 # Timeout of a request, longer than any fault may delay it.
 TIMEOUT_S = 120.0

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from google.protobuf.json_format import ParseDict
@@ -22,14 +24,9 @@ from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2, policy_pb2_grpc, rollo
 
 from meridian_control.policy.formats import to_proto
 from tests.engine.policies import CONVERGED, DENSE, NEUTRAL
+from tests.processes import Control
 from tests.sim.policies import NO_LIMITS, draw
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
-    from tests.processes import Control
-    from tests.soak.proxy import Proxy
+from tests.soak.proxy import Proxy
 
 # Mean time between two faults of one group: the run's duration divided by GAPS, within these bounds.
 GAPS, SHORTEST_GAP_S, LONGEST_GAP_S = 30, 1.5, 20.0

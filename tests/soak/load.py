@@ -11,7 +11,9 @@ import json
 import random
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -20,10 +22,6 @@ from tests.engine.served import APART, TOGETHER, Served
 from tests.processes import ENGINE_ENV, MODEL, Process, wait_for
 from tests.soak import watch
 from tests.soak.clients import Clients
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 # Intervals in seconds: frequent enough for slopes, and too rare to be a load.
 SAMPLE_S, SHOW_S = 1.0, 30.0

@@ -7,14 +7,9 @@ loop.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from tests.processes import MERIDIANCTL, Process, wait_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.processes import Control
+from tests.processes import MERIDIANCTL, Control, Process, wait_for
 
 READ_S = 30.0
 

@@ -8,7 +8,8 @@ import re
 import signal
 import time
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from tests.processes import Control, free_port
 from tests.soak import trace, watch
@@ -16,9 +17,6 @@ from tests.soak.faults import Faults
 from tests.soak.load import Load
 from tests.soak.proxy import Proxy
 from tests.soak.record import Recording
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # A soak goes on until there were so many requests and so many faults; seconds between two looks.
 LEAST, LOOK_S = 3, 0.1

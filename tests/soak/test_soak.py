@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,15 +10,14 @@ from tests.needed import VLLM
 
 pytest.importorskip("vllm", reason=VLLM.reason)
 
+from pathlib import Path
+from typing import Any
+
+from meridian.v1 import fleet_pb2
+
 from meridian_control.offline.trace_file import TraceWriter, read
 from tests.soak import trace
 from tests.soak.run import Soak
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import Any
-
-    from meridian.v1 import fleet_pb2
 
 SECONDS, SEED = 4.0, 4
 

@@ -7,24 +7,20 @@ session that a recording joined late is not replayed; only its outcomes are matc
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import Phase
 from meridian_agent.core.step_record import Outcome
 from meridian_agent.link.messages import DECISION_KINDS
 from meridian_control.offline.trace_file import FileError, read
 from meridian_control.policy import formats as forms
+from tests.sim.given import Given
 from tests.sim.invariants import Invariants
 from tests.sim.recorded import Replayed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from meridian.v1 import agent_pb2, fleet_pb2
-
-    from tests.sim.given import Given
 
 # Text of the faults that the soak makes (harm/sitecustomize.py), as the engine's log and its Hello contain it.
 INJECTED, INJECTED_AT = "injected by the soak", " at sitecustomize:"

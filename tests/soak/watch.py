@@ -9,14 +9,11 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 PROC = Path("/proc")
 PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.phases import FLAG_SENTENCE
+from meridian_agent.core.step_record import StepRecord
 from meridian_agent.link.messages import step_report as merge
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.capabilities.listed import STREAM_PARTS
 from meridian_control.common.slices import at_once
 from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.engine.operator_ends import OperatorEnd
 from meridian_control.engine.session import Session
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
@@ -23,12 +26,6 @@ from tests.fakes.agent import ALL, FakeAgent, Script, StreamChecker, hello
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from meridian_agent.core.step_record import StepRecord
-    from meridian_control.engine.operator_ends import OperatorEnd
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 EARLY = {"min_think_tokens": 0}

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -25,9 +26,6 @@ from meridian.v1.rollout_pb2_grpc import RolloutServiceStub
 from tests.data import maze
 from tests.processes import RPC_S, free_port, wait_for
 from tests.upgrade.versions import PREVIOUS, Engine, Plane, Version, current, previous
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.long
 # Of these prompts the model thinks longer than any cap of the test.

@@ -11,19 +11,16 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import httpx
 
 from tests.bench.cost_control import tree_of
 from tests.processes import ENGINE_ENV, MODEL, ROOT, Control, Process, free_port, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
 
 # The commits of the previous versions, which have no tags.
 PREVIOUS = {"0.1.0": "8206ef5", "0.2.0": "e50d7e5"}

@@ -14,15 +14,12 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.processes import ROOT, Answering, free_port
 from tests.vllm_suite import compare, models, sources
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # The oldest and the newest version in which the agent installs itself.
 VERSIONS = ("0.26.0", "0.33.0")

@@ -7,10 +7,7 @@ made one.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 # The shape that transformers has for this model by default; vLLM's tests build nearly all their schedulers for it.
 OPT = "facebook/opt-125m"

@@ -12,12 +12,9 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.processes import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BUILD = ROOT / "build" / "vllm-tests"
 # Folders with vLLM's tests of its scheduler and its connectors, and the names by which a test file shows that it makes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import aiohttp
@@ -17,9 +18,6 @@ from meridian_relay.bodies import HANDOVER
 from meridian_relay.metrics import RESULTS
 from meridian_relay.server import Relay
 from tests.fakes.vllm_server import MARKER, FakeVllm, Script
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 BODY: dict[str, Any] = {
     "model": "m",

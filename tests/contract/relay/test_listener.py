@@ -6,8 +6,9 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import aiohttp
 import httpx
@@ -18,10 +19,6 @@ from meridian_relay import listener
 from meridian_relay.metrics import metrics_listener
 from meridian_relay.server import Relay
 from tests.processes import Process, free_port, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 EVIL = "evil.example"
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import aiohttp
 import pytest
 
 from tests.contract.relay.relayed import LONG_S, ask, engines
-from tests.fakes.vllm_server import Plan, Script
+from tests.fakes.vllm_server import FakeVllm, Plan, Script
 from tests.processes import Process, free_port, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.fakes.vllm_server import FakeVllm
 
 SCRIPT = Script([b"so "], [b"it is"])
 FILES, REQUESTS = 64, 60

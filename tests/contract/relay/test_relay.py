@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import aiohttp
@@ -24,9 +24,6 @@ from meridian_relay.replies import StreamedReply
 from tests.contract.relay.relayed import BODY, LONG_S, PARAMS, Relayed, ask, engines, handover, relaying
 from tests.fakes.vllm_server import CONTEXT, CORS, END, PROMPT, FakeVllm, Plan, Script
 from tests.processes import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
 
 SCRIPT = Script(
     [b"so ", b"think ", b"more"], [b"\n\n", b"an", b"swer ", b"is ", "é".encode()[:1], "é".encode()[1:], b"!"]

@@ -13,15 +13,13 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.engine.matrix import connectors, features_of, grown, results
 from tests.engine.matrix.builds import BUILDS, version_here
 from tests.processes import ENGINE_ENV, Answering, Process
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 def run(build: str, folder: Path, features: Sequence[str] = ()) -> Iterator[dict[str, Any]]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from tests.engine import Run
+from tests.engine import Run
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,9 @@ import importlib
 import inspect
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 FOLDER = "CONNECTOR_FOLDER"
 PATH = "tests.engine.matrix.connectors"

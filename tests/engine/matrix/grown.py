@@ -11,14 +11,12 @@ from __future__ import annotations
 import functools
 import json
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from tests.data.maze import NODES
 from tests.processes import MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 # Names the environment variable with the folder of the model that the engines of a build load.
 FOLDER = "MERIDIAN_TEST_GROWN_MODEL"

@@ -6,15 +6,12 @@ import contextlib
 import multiprocessing
 import os
 import traceback
-from typing import TYPE_CHECKING, Any, Literal
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
 
 from tests.engine.matrix.asks import Answer, Ask, generate
 from tests.engine.matrix.builds import BUILDS, prepare
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
-
 
 # Number of times that stock vLLM must draw the same tokens again before another engine is compared with it; beside a
 # greedy request it must draw them once more.

@@ -9,18 +9,16 @@ import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from meridian_kernels import EntropyProbe, EntropySignal, KernelError, cuda, eat, reference, torch_ops
+from numpy.typing import NDArray
 
 from meridian_control.engine.request_table import RequestTable
 from tests.fakes.tables import add_sample
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 NATS = 1e-5
 VOCAB = 1000

@@ -4,7 +4,7 @@ entry once and agrees with the definition, whatever the sizes, strides, alignmen
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -19,9 +19,6 @@ from tests.needed import COMPILER as NEEDED
 from tests.needed import NVRTC
 from tests.unit.kernels import expected
 from tests.unit.kernels.expected import DTYPES, KINDS, rows_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,6 @@ from meridian_kernels.pending import SLOTS
 from meridian_kernels.torch_ops import TorchOps
 
 from tests.unit.kernels.expected import DTYPES, KINDS, NATS, compare, rows_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 
 VOCABULARIES = [2, 33, 32000, 128256, 151936, 262144]
 

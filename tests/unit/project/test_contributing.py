@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.processes import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHECKLISTS = (ROOT / "CONTRIBUTING.md").read_text().partition("## Checklists\n")[2]
 # Text in backticks: a path, or a name of Python or proto.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tests.contract.streams import Control, Scripted
 from tests.fakes.engine import START, TEXT
 from tests.fakes.linked import LinkedEngine, until
-
-if TYPE_CHECKING:
-    from tests.contract.streams import Control, Scripted
 
 
 def settings(revision: int) -> dict[str, int]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,10 +19,6 @@ from meridian.v1 import agent_pb2, agent_pb2_grpc
 
 from tests.certificates import Authority
 from tests.processes import Process
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 class Answers(agent_pb2_grpc.AgentServiceServicer):

@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
 
+import pytest
 from meridian.v1 import agent_pb2
 
+from tests.contract.streams import Control, Scripted
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import BUSY
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import pytest
-
-    from tests.contract.streams import Control, Scripted
 
 # Seconds without a byte after which the proxy cuts a connection, and between two heartbeats: many times less, because a
 # busy machine may delay each of them.

@@ -4,8 +4,9 @@ that was refused for its size is never sent again as it was."""
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -16,10 +17,6 @@ from meridian_agent.link.message_sizes import PART_BYTES, REPORT_BYTES, WHOLE_BY
 from tests.contract.streams import Control, Scripted, serving
 from tests.fakes.fleets import requests_of
 from tests.fakes.linked import LinkedEngine, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 
 # More bytes than gRPC lets through as one message: 9,000 requests with long texts of characters of four bytes.
 MANY, LONG, WIDE = 9_000, 250, "\U0001f4a5"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
@@ -15,10 +16,6 @@ from meridian_agent.link.control_stream import CHANNEL_OPTIONS
 from meridian_agent.link.credentials import AgentCredentials
 from tests.certificates import Authority
 from tests.contract.proxies import proxy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @contextmanager

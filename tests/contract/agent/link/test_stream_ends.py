@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -27,9 +28,6 @@ from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of, requests_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.processes import BUSY
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 async def test_a_server_that_is_killed_and_comes_back(control: Control) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import pytest
 from meridian.v1 import agent_pb2
 
 from tests.contract.streams import Clock, Control, Scripted
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    import pytest
 
 
 async def test_leases_are_sent_and_answered_within(control: Control) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -12,13 +12,11 @@ from meridian_agent.link.inbox import INBOX_MESSAGES
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.fleet import policy_delivery
 from meridian_control.policy.store import StoredRevision
+from meridian_control.rollout.state import Rollout
+from tests.contract.streams import Control, Scripted
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    from meridian_control.rollout.state import Rollout
-    from tests.contract.streams import Control, Scripted
 
 
 async def test_settings_round_trip(control: Control, engine: LinkedEngine) -> None:

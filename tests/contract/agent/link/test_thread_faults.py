@@ -15,8 +15,10 @@ import logging
 import sys
 import threading
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, agent_pb2_grpc
@@ -27,10 +29,6 @@ from meridian_agent.link import outbox as outbox_module
 from meridian_agent.link.settings_file import StateFile
 from tests.contract.streams import serving
 from tests.fakes.linked import LinkedEngine, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from types import FrameType
 
 HERE = str(Path(meridian_agent.__file__).parent)
 # Left out are functions that only begin the next round or try, or only end the stream, and modules of the agent that

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from meridian.v1 import audit_pb2, freeze_pb2, policy_pb2
@@ -17,12 +19,7 @@ from meridian_control.storage import database
 from tests.contract.clients import calling
 from tests.contract.control.fleet.test_freeze import order
 from tests.fakes.linked import LinkedEngine, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.postgres import Postgres
+from tests.postgres import Postgres
 
 REAL = datetime
 

@@ -7,18 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 import meridian_control
 from tests.contract.proxies import proxy
 from tests.processes import MERIDIANCTL, Control, Process, free_port, run, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 PACKAGE = Path(meridian_control.__file__).parent
 # Variables that the agent reads, which the control plane's code names in its texts.

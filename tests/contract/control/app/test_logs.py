@@ -11,19 +11,17 @@ import struct
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meridian_control import __version__
 from tests.fakes.linked import LinkedEngine
 from tests.processes import MERIDIANCTL, Control, free_port, run, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 # An agent's stream in a process of its own, which ends in the way that its argument names.
 ENGINE = """

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import resource
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.processes import Control
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Limited(Control):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from sqlalchemy import event, select, update
 
 from meridian_control.capabilities.budgets.store import BudgetStore
@@ -15,11 +16,6 @@ from meridian_control.policy.shortening_schema import BudgetPolicy
 from meridian_control.storage.database import Database, utc
 from meridian_control.storage.tables import budgets
 from tests.fakes.control import utc_now
-
-if TYPE_CHECKING:
-    from datetime import datetime
-
-    import pytest
 
 # Both limits regain a token in a second.
 BUDGETS = {

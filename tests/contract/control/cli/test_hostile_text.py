@@ -9,15 +9,19 @@ import logging
 import re
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import yaml
 from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from meridian.v1 import agent_pb2, agent_pb2_grpc, audit_pb2, fleet_pb2, freeze_pb2, policy_pb2, rollout_pb2
 from typer.main import get_command
@@ -31,13 +35,6 @@ from meridian_control.common.plain_text import PlainFormatter, printable, printa
 from meridian_relay.log import BURST, INTERVAL_S, LineLimit, TextFormatter
 from tests.fakes.agent import hello
 from tests.processes import Control
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from google.protobuf.descriptor import MethodDescriptor
-    from google.protobuf.message import Message
 
 # A colour, forged lines of several kinds, the clipboard, lines that are erased, other reading directions, a title.
 HOSTILE = (

@@ -11,18 +11,14 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from meridian.v1 import fleet_pb2
 
 from meridian_control import __version__
-from tests.contract.ctl import engine, scripted
+from tests.contract.ctl import Control, engine, scripted
 from tests.fakes.linked import until
 from tests.processes import BUSY, MERIDIANCTL, begin, run, start
-
-if TYPE_CHECKING:
-    from tests.contract.ctl import Control
 
 
 def test_version() -> None:

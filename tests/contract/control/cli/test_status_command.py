@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
+import pytest
 from meridian.v1 import fleet_pb2
 
 from meridian_control.cli import console, status
@@ -14,11 +16,6 @@ from meridian_control.storage import postgres
 from tests.contract.ctl import CONNECTED, REFUSED, UNREACHABLE, engine, scripted
 from tests.contract.ctl import run as run_here
 from tests.processes import MERIDIANCTL, Control, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 
 def test_a_control_plane_in_ten_lines(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -20,12 +22,7 @@ from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.page.server import StatusPage
 from meridian_control.rollout.store import RolloutStore
 from tests.contract.control.app.test_server import Process
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from tests.contract.streams import Control
+from tests.contract.streams import Control
 
 EVIL = "evil.example"
 

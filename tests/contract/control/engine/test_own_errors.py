@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -17,14 +18,9 @@ from meridian_control.engine.freeze_state import Freeze, FreezeState, Match
 from meridian_control.engine.report_intake import Intake
 from meridian_control.engine.settings_delivery import Delivery
 from tests.contract.raw_engine import RawEngine
-from tests.contract.streams import failure
+from tests.contract.streams import Control, failure
 from tests.fakes.linked import until
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.contract.streams import Control
 
 SICK = "sick"
 STEP = agent_pb2.ConnectRequest(step=agent_pb2.StepReport(step=1, steps=1))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
 import grpc
 
 from tests.contract.raw_engine import RawEngine
 from tests.fakes.linked import until
-from tests.replicated import client, until_answer
-
-if TYPE_CHECKING:
-    from tests.replicated import Replicated
+from tests.replicated import Replicated, client, until_answer
 
 
 async def test_a_replica_that_is_added_gets_engines(replicated: Replicated) -> None:

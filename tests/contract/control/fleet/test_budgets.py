@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from meridian.v1 import fleet_pb2, policy_pb2
@@ -15,25 +17,19 @@ from meridian.v1 import fleet_pb2, policy_pb2
 from meridian_control.capabilities.budgets import fleet as fleet_module
 from meridian_control.capabilities.budgets.fleet import BudgetSharing
 from meridian_control.common.errors import StoreUnavailable
+from meridian_control.engine.session import Session
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.policy import formats
+from meridian_control.policy.model import Policy
+from tests.contract.control.app.test_server import Process
 from tests.contract.control.fleet.test_record import Recorder, check_replay
 from tests.contract.ctl import ctl
-from tests.contract.streams import controlling
+from tests.contract.streams import Control, controlling
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
+from tests.postgres import Postgres
 from tests.replicated import Client, Replicated, client, until_answer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from meridian_control.engine.session import Session
-    from meridian_control.policy.model import Policy
-    from tests.contract.control.app.test_server import Process
-    from tests.contract.streams import Control
-    from tests.postgres import Postgres
 
 ENGINES, REQUESTS = 4, 3
 FLOOR_TOKENS = 8

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
+import pytest
 from meridian.v1 import agent_pb2, audit_pb2, fleet_pb2
 
 from meridian_control.common.enum_names import outcome_name
@@ -17,23 +18,18 @@ from meridian_control.page import contents
 from meridian_control.page.contents import newest_ends
 from meridian_control.page.words import end_row
 from tests.contract.clients import calling
+from tests.contract.control.app.test_server import Process
 from tests.contract.control.fleet.test_whole_fleet import stepping
 from tests.contract.control.telemetry.test_metrics import scraped, value
 from tests.contract.ctl import FAILED, INVALID, OK, UNREACHABLE, ctl, run
 from tests.contract.ctl import Control as FakeControl
 from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
-from tests.contract.streams import refusal
+from tests.contract.secured import Secured
+from tests.contract.streams import Control, refusal
 from tests.fakes.fleets import requests_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.replicated import Replicated, client, until_answer
-
-if TYPE_CHECKING:
-    import pytest
-
-    from tests.contract.control.app.test_server import Process
-    from tests.contract.secured import Secured
-    from tests.contract.streams import Control
 
 WAIT = {"wait_ms": MAX_WAIT_MS}
 NOTHING = {"enabled": False}

@@ -4,7 +4,9 @@ it."""
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +15,7 @@ from tests.contract.control.telemetry.test_metrics import scraped, value
 from tests.contract.ctl import OK, ctl
 from tests.fakes.linked import LinkedEngine, until
 from tests.primes.capability import ENDS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.replicated import Replicated
+from tests.replicated import Replicated
 
 SET = ("extension.primes.shadow=false", "extension.primes.at_least=20", "entropy.holdout_share=0.0")
 # The first prime at which the capability ends thinking under these policies.

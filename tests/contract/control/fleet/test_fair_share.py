@@ -4,25 +4,22 @@ one caller sends large messages."""
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.fleet import turns
+from meridian_control.fleet.fleet import Fleet
 from tests.contract.clients import Clients
 from tests.contract.raw_engine import RawEngine
+from tests.contract.streams import Control
 from tests.fakes.control import utc_now
 from tests.fakes.fleets import requests_of
 from tests.fakes.linked import until
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from meridian_control.fleet.fleet import Fleet
-    from tests.contract.streams import Control
 
 # Requests of a very large message, and of a large one; and how often the work on such a message must give way.
 # With a fair share it does so a hundred times and more; one piece of work never does, or a few times between its parts.

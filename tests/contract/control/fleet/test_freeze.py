@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from meridian.v1 import fleet_pb2, freeze_pb2
 
 from meridian_control.cli import expected
 from meridian_control.cli import freeze as cli_freeze
+from meridian_control.cli.console import Client
 from meridian_control.common.errors import NotFound, StoreUnavailable
 from meridian_control.engine.freeze_state import Freeze, Match
 from meridian_control.fleet import catching_up
@@ -25,16 +27,10 @@ from meridian_control.storage.database import Database
 from tests.contract.clients import calling
 from tests.contract.ctl import FAILED, INVALID, OK, run
 from tests.contract.lost_store import lost_after
-from tests.contract.streams import Clock, refusal
+from tests.contract.streams import Clock, Control, refusal
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from meridian_control.cli.console import Client
-    from tests.contract.streams import Control
-    from tests.replicated import Replicated
+from tests.replicated import Replicated
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)

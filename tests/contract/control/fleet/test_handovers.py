@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -12,12 +12,10 @@ from meridian_control.capabilities.handover.stream import EngineHandovers
 from tests.contract.clients import calling
 from tests.contract.control.fleet.test_record import replayed
 from tests.contract.raw_engine import RawEngine
+from tests.contract.streams import Control
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
 from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, hello, pending
-
-if TYPE_CHECKING:
-    from tests.contract.streams import Control
 
 STOP, APPLIED = agent_pb2.FINISH_REASON_STOP, agent_pb2.OUTCOME_APPLIED
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.control_group.cohorts import LENGTH
+from meridian_control.capabilities.control_group.experiments import Experiment
 from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.control_group.savings import WITHDRAWER, cause_of, harming
 from meridian_control.capabilities.listed import CAPABILITIES
@@ -20,24 +22,18 @@ from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.membership import Replica
 from meridian_control.fleet.part import Beside
 from meridian_control.fleet.peers import Peers
+from meridian_control.policy.model import Policy
 from meridian_control.policy.shortening_kinds import CAP, ENTROPY, LOOP, SOFT_CLOSE, Kind
 from meridian_control.rollout.plan import Plan
-from meridian_control.rollout.state import By, State
+from meridian_control.rollout.state import By, Rollout, State
 from tests.contract.clients import calling
 from tests.contract.ctl import ctl
+from tests.contract.streams import Control
 from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine
 from tests.fakes.tables import policy
 from tests.primes.capability import PrimesPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from meridian_control.capabilities.control_group.experiments import Experiment
-    from meridian_control.policy.model import Policy
-    from meridian_control.rollout.state import Rollout
-    from tests.contract.streams import Control
 
 RULES = policy(entropy={"shadow": False})
 OTHER_RULES = policy(entropy={"shadow": False, "rpdi_threshold": 3.0})

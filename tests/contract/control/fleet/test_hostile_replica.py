@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
 import grpc
 import pytest
+from google.protobuf.message import Message
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.common.opened_request import MAX_SLOTS
@@ -20,12 +22,6 @@ from meridian_control.fleet.peers import Peers
 from tests.fakes.control import asking
 from tests.fakes.linked import LinkedEngine, until
 from tests.replicated import CONNECTED, Replicated, client
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from google.protobuf.message import Message
-
 
 NAME = "0-hostile"
 APPLIED = agent_pb2.OUTCOME_APPLIED

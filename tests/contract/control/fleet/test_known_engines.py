@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -15,11 +14,9 @@ from meridian_control.fleet.departed import FORGET_AFTER_S
 from meridian_control.storage.tables import known_engines
 from tests.contract.ctl import FAILED, OK, ctl
 from tests.contract.raw_engine import RawEngine
+from tests.contract.streams import Control
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
-
-if TYPE_CHECKING:
-    from tests.contract.streams import Control
 
 
 def lost(control: Control) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -17,12 +17,10 @@ from meridian_control.fleet.peers import OPTIONS, Peer
 from meridian_control.fleet.whole_fleet import WATCH_BYTES
 from meridian_control.server import fleet_service
 from meridian_control.server.fleet_service import PAGE_BYTES, REPLICA_BYTES
+from tests.contract.streams import Control
 from tests.fakes.agent import hello
 from tests.fakes.parts import engine_view
 from tests.processes import BUSY
-
-if TYPE_CHECKING:
-    from tests.contract.streams import Control
 
 # Requests that fill more than a message between replicas, and as many as fill several pages.
 MANY, SOME, TEXT = 10_000, 2_000, "x" * 500

@@ -4,7 +4,7 @@ of all streams, and give them one by one."""
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -15,23 +15,18 @@ from meridian_control.capabilities.handover.fleet import FleetHandovers
 from meridian_control.capabilities.handover.results import WAIT
 from meridian_control.common.slices import SLICE_ROWS
 from meridian_control.engine.decision_ledger import SETTLED_AT_ONCE
+from meridian_control.fleet.connection import Connection
+from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.model import Policy
 from tests.contract.clients import calling
 from tests.contract.control.fleet.test_end_thinking import end
 from tests.contract.raw_engine import RawEngine
-from tests.contract.streams import refusal
+from tests.contract.streams import Control, refusal
 from tests.fakes.fleets import engines_of
 from tests.fakes.linked import until
 from tests.fakes.tables import policy, tokens
 from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, pending
 from tests.unit.control.capabilities.handover.engines import hello as pooled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from meridian_control.fleet.connection import Connection
-    from meridian_control.fleet.fleet import Fleet
-    from tests.contract.streams import Control
 
 STOP = agent_pb2.FINISH_REASON_STOP
 # Requests of a stream that closes with several pauses.

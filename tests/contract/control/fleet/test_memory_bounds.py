@@ -3,7 +3,7 @@ the bound, and what a stream took is given back when it ends."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -13,14 +13,11 @@ from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.fleet import recording
 from meridian_control.fleet.connection import QUEUE_BYTES, Responses
 from meridian_control.fleet.memory import Memory, MemoryLimits
+from tests.contract.control.app.test_server import Process
 from tests.contract.control.server.test_flood import resident_mb
 from tests.contract.raw_engine import RawEngine
-from tests.contract.streams import failure
+from tests.contract.streams import Control, failure
 from tests.fakes.linked import until
-
-if TYPE_CHECKING:
-    from tests.contract.control.app.test_server import Process
-    from tests.contract.streams import Control
 
 MIB = 1 << 20
 NAMES = ("request_id", "model", "tenant", "slo_class", "effort", "traceparent")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -29,9 +30,6 @@ from tests.contract.proxies import proxy
 from tests.fakes.control import utc_now
 from tests.patient import LONG_S
 from tests.unit.control.capabilities.handover.engines import disagg
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 
 class Silent(fleet_pb2_grpc.FleetServiceServicer):

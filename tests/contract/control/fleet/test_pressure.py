@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -17,17 +17,15 @@ from meridian_control.capabilities.pressure.rule import Controller
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.common.decision_words import short
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy.model import Policy
 from tests.contract.control.fleet.test_record import Recorder, check_replay
 from tests.contract.ctl import ctl
+from tests.contract.streams import Control
 from tests.fakes.agent import hello
 from tests.fakes.control import utc_now
 from tests.fakes.engine import END, START
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    from meridian_control.policy.model import Policy
-    from tests.contract.streams import Control
 
 CHAT = {"name": "chat", "tenant": "chat", "output_itl_p99_ms": 40, "window_s": 1, "max_think_tokens": 20}
 QUEUE = {"name": "queue", "queueing_p99_ms": 300, "window_s": 1, "max_think_tokens": 20}

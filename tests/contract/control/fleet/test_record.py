@@ -8,7 +8,8 @@ import secrets
 import signal
 from datetime import UTC
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -30,9 +31,6 @@ from tests.fakes.fleets import engines_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.processes import MERIDIANCTL, begin
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OK, FAILED, INVALID, UNREACHABLE = range(4)
 

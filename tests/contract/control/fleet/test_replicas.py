@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
 import grpc
@@ -13,14 +15,8 @@ from meridian.v1 import policy_pb2
 
 from tests.contract.clients import OWN_CONNECTION, calling
 from tests.contract.control.app.test_server import Process
+from tests.contract.streams import Control
 from tests.fakes.linked import LinkedEngine, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.contract.streams import Control
-
 
 WRITERS, UPDATES = 4, 12
 

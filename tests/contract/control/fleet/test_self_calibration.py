@@ -9,10 +9,12 @@ import asyncio
 import json
 import random
 import sys
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from meridian.v1 import fleet_pb2, policy_pb2
@@ -37,11 +39,6 @@ from meridian_control.policy.shortening_kinds import ENTROPY, without
 from tests.contract.rollouts import Control, controlling
 from tests.fakes.episodes import Traffic
 from tests.fakes.linked import LinkedEngine, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
 
 ASKED = parse_toml("[entropy]\nself_calibration = true\nmax_loss = 0.02\nrank_conditions = []")
 EASY, MISLED = Traffic(), Traffic(misled=0.3)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -16,6 +16,7 @@ from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2
 from meridian_agent.link import control_stream
 from meridian_control.fleet import departed, whole_fleet
 from meridian_control.fleet.membership import FORGET_S, LEASE_S, Replica
+from meridian_control.fleet.whole_fleet import WholeFleet
 from meridian_control.policy import formats
 from tests.contract.control.fleet.test_handovers import continued, opened
 from tests.contract.control.fleet.test_replicas import leased
@@ -25,11 +26,6 @@ from tests.fakes.linked import LinkedEngine, until
 from tests.processes import BUSY
 from tests.replicated import CONNECTED, Client, Replicated, client, until_answer
 from tests.unit.control.capabilities.handover.engines import ANSWERING, disagg, hello
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from meridian_control.fleet.whole_fleet import WholeFleet
 
 
 async def test_any_replica_answers_for_all_and_tells_of_every_request(replicated: Replicated) -> None:

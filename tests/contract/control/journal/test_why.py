@@ -13,7 +13,7 @@ import termios
 import tomllib
 from contextlib import suppress
 from logging.handlers import QueueListener
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
@@ -25,25 +25,20 @@ from meridian_control.common.slices import at_once
 from meridian_control.engine.shortening import LOWER_CAP
 from meridian_control.journal import jsonl_file as files
 from meridian_control.journal.log import DecisionLog
+from meridian_control.journal.records import Decision
 from meridian_control.policy import formats as forms
 from tests.contract.clients import calling
+from tests.contract.control.app.test_server import Process
 from tests.contract.ctl import FAILED, INVALID, OK, REFUSED, ctl, engine, run
 from tests.contract.ctl import Control as FakeControl
 from tests.contract.ctl import control as fake_control  # noqa: F401 - a fixture
-from tests.contract.streams import refusal
+from tests.contract.streams import Control, refusal
 from tests.fakes.engine import TEXT
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.processes import MERIDIANCTL, begin
 from tests.unit.sessions import EARLY, stream
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from meridian_control.journal.records import Decision
-    from tests.contract.control.app.test_server import Process
-    from tests.contract.streams import Control
 
 # A scheduler section with a soft close and a cap, both in shadow.
 SOFT = {"min_think_tokens": 0, "soft_think_tokens": 2, "shadow": True, "max_think_tokens": 100}

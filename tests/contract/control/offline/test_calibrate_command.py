@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -17,10 +17,6 @@ from meridian_control.policy import formats as forms
 from tests.fakes import traces
 from tests.fakes.replays import made, recorded_in
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 OK, FAILED, INVALID = range(3)
 # A loss that the made-up requests can prove.

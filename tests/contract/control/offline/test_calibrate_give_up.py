@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +27,6 @@ from tests.fakes import traces
 from tests.fakes.replays import GOAL, recorded_in, second_half
 from tests.fakes.tables import add_sample
 from tests.unit.control.offline.test_rule_replay import sentence_ends
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Only EAT tells.
 ONLY_EAT = {"rank": "noise", "same": "noise"}

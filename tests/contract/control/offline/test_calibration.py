@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -24,14 +24,9 @@ from meridian_control.offline.statistics import mean_bound
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import model as schema
 from meridian_control.policy.section import INT32_MAX
+from tests.fakes import traces
 from tests.fakes.replays import GOAL, REQUESTS, made, recorded_in, replay, second_half, separating
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.fakes import traces
-
 
 # ----------------------------------------------------------------------------------------------------------- findings
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import random
-from pathlib import Path  # noqa: TC003
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from meridian_control.offline.calibrated_policy import policy_of
 from meridian_control.offline.calibration import calibrate
 from meridian_control.offline.candidates import give_ups, single_rules
 from meridian_control.offline.rule_replay import EAT_GATED, EAT_SENTENCE, RANK, RPDI, SOFT, either
-from meridian_control.policy.drift_schema import SIGNALS, EatBin, SignalBin, bin_of
+from meridian_control.policy.drift_schema import SIGNALS, Bins, EatBin, SignalBin, bin_of
+from meridian_control.policy.model import Policy
 from tests.fakes import traces
 from tests.fakes.agent import hello
 from tests.fakes.engine import TEXT
@@ -34,12 +36,6 @@ from tests.fakes.replays import made as requests_that_separate
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, NOW, Stream, stream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from meridian_control.policy.drift_schema import Bins
-    from meridian_control.policy.model import Policy
 
 FLOOR = 8
 BINS = 5

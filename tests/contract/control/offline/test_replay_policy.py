@@ -4,7 +4,8 @@ asks for."""
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from meridian_control.capabilities.handover.stream import EngineHandovers
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.common.errors import PolicyError
 from meridian_control.engine.freeze_state import Freeze, Match
+from meridian_control.engine.operator_ends import OperatorEnd
 from meridian_control.engine.shortening import LOWER_CAP
 from meridian_control.fleet.trace_records import (
     down_record,
@@ -30,18 +32,13 @@ from meridian_control.fleet.trace_records import (
 from meridian_control.offline.policy_replay import changes
 from meridian_control.offline.trace_file import FileError
 from meridian_control.policy import formats as forms
+from meridian_control.policy.model import Policy
 from tests.fakes import traces
 from tests.fakes.agent import ALL, hello
 from tests.fakes.engine import TEXT
 from tests.fakes.sentences import ends_by_id
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from meridian_control.engine.operator_ends import OperatorEnd
-    from meridian_control.policy.model import Policy
 
 # A policy to record with: every rule on, nothing applied, and EAT measured densely.
 DENSE = policy(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import pytest
@@ -27,12 +28,8 @@ from tests.contract.clients import OWN_CONNECTION, calling
 from tests.contract.control.fleet.test_replicas import leased
 from tests.fakes.control import control_plane, kill, utc_now
 from tests.fakes.linked import LinkedEngine, until
+from tests.postgres import Postgres
 from tests.processes import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    from tests.postgres import Postgres
 
 T = TypeVar("T")
 ENGINES = 3

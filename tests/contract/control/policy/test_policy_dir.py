@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +21,6 @@ from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.storage.database import Database
 from tests.fakes.linked import until
 from tests.fakes.migrated import migrated
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 COMPLAINT = "entropy.ema_alpha must be in (0, 1]; got 2"

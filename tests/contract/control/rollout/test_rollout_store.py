@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import text
@@ -18,18 +18,13 @@ from meridian_control.common.errors import (
     StoreUnavailable,
 )
 from meridian_control.policy.formats import parse_toml
-from meridian_control.policy.model import MAX_OVERRIDES, Override
+from meridian_control.policy.model import MAX_OVERRIDES, Override, Policy
 from meridian_control.policy.store import PolicyStore, StoredRevision
 from meridian_control.rollout import transitions as rules
 from meridian_control.rollout.plan import Plan
 from meridian_control.rollout.state import By, Rollout, State
 from meridian_control.rollout.store import RolloutStore
 from meridian_control.storage.database import Database
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from meridian_control.policy.model import Policy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, 1000, tzinfo=UTC)
 OLD, NEW = parse_toml("fallback.lease_ms = 500"), parse_toml("fallback.lease_ms = 600")

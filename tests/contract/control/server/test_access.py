@@ -9,8 +9,10 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import AsyncIterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import jwt
@@ -39,13 +41,8 @@ from tests.contract.secured import ACCESS, DENIED, METHODS, ROLES, Secured, code
 from tests.fakes.agent import hello
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
+from tests.postgres import Postgres
 from tests.processes import Control, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.postgres import Postgres
 
 SECRET = "0123456789abcdef0123456789abcdef"
 

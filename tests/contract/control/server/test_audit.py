@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from meridian.v1 import audit_pb2, fleet_pb2, freeze_pb2, policy_pb2, policy_pb2_grpc, rollout_pb2
 from sqlalchemy import text
 from typer.testing import CliRunner
@@ -25,12 +28,6 @@ from tests.contract.raw_engine import RawEngine
 from tests.contract.secured import Secured, securing
 from tests.contract.streams import refusal
 from tests.fakes.control import utc_now
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from google.protobuf.message import Message
 
 UPDATE = "meridian.v1.PolicyService/UpdatePolicy"
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)

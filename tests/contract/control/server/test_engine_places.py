@@ -4,8 +4,10 @@ of the others."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,10 +18,6 @@ from meridian_control.server.rate_limits import CallLimits
 from tests.contract.secured import Secured, securing
 from tests.fakes.agent import hello
 from tests.fakes.linked import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 PLACES = 40
 LIMITS = CallLimits(engines=PLACES, engines_of_caller=PLACES // 2)

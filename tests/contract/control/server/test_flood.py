@@ -7,23 +7,20 @@ other callers are served.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from meridian_control.server import server as control_server
 from meridian_control.server.roles import Access
+from tests.contract.control.app.test_server import Process
 from tests.contract.control.server.test_open_access import HERE, UPDATE, opened
 from tests.contract.control.telemetry.test_metrics import value
 from tests.contract.streams import Clock
 from tests.fakes.linked import LinkedEngine
 from tests.fuzz.flood import CONNECT, HEADERS, INVALID, PREFACE, SETTINGS, Flood, call_headers, frame
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.contract.control.app.test_server import Process
 
 # Numbers of calls of each kind, and of connections: before memory is measured for the first time, and after that.
 WARM, CALLS = 40, 160

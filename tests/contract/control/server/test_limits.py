@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from contextlib import closing
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import grpc
 import pytest
@@ -16,15 +16,11 @@ from meridian.v1 import fleet_pb2, freeze_pb2, policy_pb2
 
 from meridian_control.common.errors import TooMany
 from meridian_control.server.rate_limits import CallLimits, Kind, Limiter, Rate
+from tests.contract.clients import Clients
 from tests.contract.raw_engine import RawEngine
 from tests.contract.secured import securing
 from tests.contract.streams import refusal
 from tests.fakes.linked import LinkedEngine, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.contract.clients import Clients
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 

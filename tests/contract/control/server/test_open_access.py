@@ -7,9 +7,11 @@ loopback address.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -37,10 +39,6 @@ from tests.fakes.control import asking, control_plane, utc_now
 from tests.fakes.fleets import requests_of
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.migrated import migrated
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 HERE = "127.0.0.1"
 UPDATE = policy_pb2.UpdatePolicyRequest(policy=policy_pb2.Policy())

@@ -9,10 +9,11 @@ import shutil
 import socket
 import ssl
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
@@ -38,10 +39,6 @@ from tests.certificates import Authority, Issued
 from tests.fakes.agent import hello
 from tests.fakes.linked import until
 from tests.processes import Control, Process, free_port, wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import text, update
@@ -13,9 +13,6 @@ from meridian_control.capabilities.self_calibration.learner import Learner
 from meridian_control.capabilities.self_calibration.store import EpisodeStore
 from meridian_control.storage.database import Database
 from meridian_control.storage.tables import versions
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 DAY = timedelta(days=1)

@@ -8,8 +8,9 @@ import os
 import shutil
 import signal
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +18,6 @@ from meridian_control.common.errors import StoreUnavailable
 from meridian_control.policy.store import PolicyStore
 from meridian_control.storage.database import Database
 from tests.contract.control.app.test_server import Process
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture

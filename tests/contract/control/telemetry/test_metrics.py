@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 from meridian.v1 import agent_pb2, fleet_pb2, policy_pb2, rollout_pb2
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from meridian_control.capabilities.control_group import metrics
 from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.listed import CAPABILITIES
+from meridian_control.common.metric_entry import Entry
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.policy.shortening_kinds import Kind
 from meridian_control.rollout.state import GuardrailReading
@@ -27,20 +30,12 @@ from meridian_control.telemetry.catalogue import catalogue
 from meridian_control.telemetry.fleet_metrics import of_limit
 from meridian_control.telemetry.grpc_metrics import ServerMetrics
 from tests.contract.clients import calling
-from tests.contract.control.app.test_server import NOT_SERVING, SERVING
+from tests.contract.control.app.test_server import NOT_SERVING, SERVING, Process
 from tests.contract.rollouts import ALL, CANARY, starting
 from tests.fakes.control import utc_now
 from tests.fakes.linked import LinkedEngine, until
 from tests.fakes.tables import policy
 from tests.processes import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from prometheus_client.metrics_core import Metric
-
-    from meridian_control.common.metric_entry import Entry
-    from tests.contract.control.app.test_server import Process
 
 OURS = ("meridian_", "grpc_")
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from meridian_agent.core.phases import FLAG_FORCED, Phase
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.engine import STRIPPED, cases
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
-from tests.engine.matrix.engine import CLOSED, LENGTH, OPEN, STOP, places_of
+from tests.engine.matrix.engine import CLOSED, LENGTH, OPEN, STOP, Engine, places_of
 from tests.engine.matrix.features.forces import GREEDY, force
 from tests.engine.matrix.features.signals import ALL, DRAFTS, EVERYWHERE, RANKS
 from tests.engine.offline import entropy
 from tests.engine.policies import DENSE
 from tests.processes import MODEL
-
-if TYPE_CHECKING:
-    from tests.engine.matrix.engine import Engine
 
 GRAMMAR = ("grammar", "grammar-v2-async", "grammar-ngram")
 

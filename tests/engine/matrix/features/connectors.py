@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from meridian_agent.core.request_info import is_probe
 from tests.data import maze
 from tests.engine import STRIPPED, stops_next
 from tests.engine.matrix import connectors, feature
 from tests.engine.matrix.asks import Ask
-from tests.engine.matrix.engine import CLOSED
+from tests.engine.matrix.engine import CLOSED, Engine
+from tests.engine.matrix.stock import Stock
 from tests.engine.policies import CONVERGED, DENSE, NEUTRAL
 from tests.engine.recording import records
 from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.engine.matrix.engine import Engine
-    from tests.engine.matrix.stock import Stock
 
 EXAMPLE = ("example", "example-async", "example-v2", "example-v2-async")
 NIXL = ("nixl", "nixl-async")

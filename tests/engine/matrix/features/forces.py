@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from meridian.v1 import agent_pb2
 
 from tests.data import maze
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
-from tests.engine.matrix.engine import NotForBuild
+from tests.engine.matrix.engine import Engine, NotForBuild
 from tests.engine.matrix.features.signals import ALL, EVERYWHERE, RANKS
 from tests.engine.policies import CONVERGED, NEUTRAL, ending_turns
 from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.engine.matrix.engine import Engine
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 # Only EAT decides, and a probed request waits for the decision, so that a busy machine does not change the result.

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.engine import Engine, Observed
 from tests.engine.offline import entropy
 from tests.engine.policies import DENSE
-
-if TYPE_CHECKING:
-    from tests.engine.matrix.engine import Engine, Observed
 
 # Number of probes of each request that are compared with stock vLLM.
 CHECKED = 3

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meridian.v1 import agent_pb2
 
 from meridian_agent.core.request_info import CANDIDATE
 from meridian_agent.vllm_adapter.hand_over import SIGN
 from tests.data import maze
+from tests.engine import Run
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.engine import Engine
 from tests.engine.matrix.features.connectors import NIXL
-
-if TYPE_CHECKING:
-    from tests.engine import Run
-    from tests.engine.matrix.engine import Engine
 
 URL = "http://b:8000"
 # Most tokens of a request that ends its thinking by itself.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.engine import Engine
 from tests.engine.matrix.features.signals import RANKS
-
-if TYPE_CHECKING:
-    from tests.engine.matrix.engine import Engine
 
 
 @feature("every rank masks and samples the same", *RANKS)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meridian.v1 import agent_pb2
 
 from tests.data import maze
+from tests.engine import Run
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.engine import Engine
 from tests.engine.matrix.features.forces import GREEDY
 from tests.engine.matrix.features.signals import DRAFTS
 from tests.engine.policies import NEUTRAL
-
-if TYPE_CHECKING:
-    from tests.engine import Run
-    from tests.engine.matrix.engine import Engine
 
 RUNNERS = ("v1", "async", "v2", "v2-async")
 UNCACHED, WINDOWS = ("uncached", "uncached-v2-async"), ("windows-v1", "windows", "windows-v2", "windows-v2-async")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from meridian_agent.core.phases import FLAG_FORCED, Phase
 from meridian_agent.core.request_info import is_probe
@@ -13,17 +14,12 @@ from tests.data import maze
 from tests.engine import STRIPPED, stops_next
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
-from tests.engine.matrix.engine import ABORT, CLOSED, NotForBuild
+from tests.engine.matrix.engine import ABORT, CLOSED, Engine, NotForBuild, Observed
 from tests.engine.matrix.features.forces import GREEDY, SHORT, force
 from tests.engine.matrix.features.signals import ALL, DRAFTS
 from tests.engine.policies import DENSE, NEUTRAL
 from tests.engine.queueing import compared
 from tests.fakes.sentences import ends_of, flags_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.engine.matrix.engine import Engine, Observed
 
 # On the prompt of `drafted`, the last paragraph of thinking begins this many tokens before its end; AROUND tokens on
 # either side of the end are available for drafts.

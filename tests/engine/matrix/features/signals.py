@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -10,14 +10,9 @@ from meridian_agent.core.phases import Phase
 from tests.engine import cases
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
-from tests.engine.matrix.engine import CLOSED
+from tests.engine.matrix.engine import CLOSED, Engine
 from tests.engine.offline import entropy
 from tests.engine.policies import DENSE
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from tests.engine.matrix.engine import Engine
 
 VOCABULARIES = ("qwen3-vocabulary", "gptoss-vocabulary")
 ALL = ("v1", "async", "v2", "v2-async", *VOCABULARIES)

@@ -5,18 +5,16 @@ The model's tokens are scripted, as in `markers`, so the text is the same in eac
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meridian_agent.core.phases import FLAG_END, FLAG_FORCED, FLAG_MARKER, FLAG_PARAGRAPH, Phase
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.engine import Engine, Observed
 from tests.engine.matrix.features.markers import FINAL, NEXT, follow_script, take_script
 from tests.engine.matrix.features.signals import VOCABULARIES
 from tests.engine.policies import NEUTRAL
 from tests.fakes.sentences import ends_of, flags_of
-
-if TYPE_CHECKING:
-    from tests.engine.matrix.engine import Engine, Observed
 
 END = "‖"
 # A sentence ends before each END. No judgement by the last character of a token finds these ends.

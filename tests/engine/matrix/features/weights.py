@@ -7,15 +7,13 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.engine.matrix import feature
 from tests.engine.matrix.asks import Ask
+from tests.engine.matrix.engine import Engine
 from tests.engine.matrix.features.forces import GREEDY
 from tests.processes import MODEL, RPC_S, wait_for
-
-if TYPE_CHECKING:
-    from tests.engine.matrix.engine import Engine
 
 
 @feature("replaced weights have another fingerprint, until the same are back", "v1", "async", "v2", "v2-async", "tp2")

@@ -3,8 +3,9 @@ one outcome that each has."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,9 +21,6 @@ from meridian_agent.core.step_record import NOT_KNOWN, Outcome, Tier
 from tests.fakes.engine import END, MARKERS, START, TEXT, FakeEngine
 from tests.reached import reached, reaches
 from tests.unit.directive_messages import TWO, cap, force, message, model_stops, plan, text_until_end
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def test_values_are_those_of_the_contract() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -11,9 +11,6 @@ from meridian_agent.core.directives import ALL_BUT_CAPS, CAPS, MEMORY, ORDER, OT
 from meridian_agent.core.step_record import Outcome
 from tests.fakes.engine import END, TEXT, FakeEngine
 from tests.unit.directive_messages import TWO, cap, force, message, plan
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def everything(engine: FakeEngine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,12 +11,10 @@ from meridian.v1 import agent_pb2
 
 from meridian_agent.core.directives import ALL_BUT_CAPS, ORDER
 from meridian_agent.core.hand_overs import stops
+from meridian_agent.core.live_request import LiveRequest
 from meridian_agent.core.phases import Markers
 from meridian_agent.core.step_record import NOT_KNOWN, Outcome
 from tests.fakes.engine import ABORT, END, LENGTH, MARKERS, START, STOP, TEXT, FakeEngine
-
-if TYPE_CHECKING:
-    from meridian_agent.core.live_request import LiveRequest
 
 URL = "http://b:8000"
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 import re
 import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from meridian_agent.core.token_cycles import LOOK_TOKENS, TokenCycle, TokenTail
 from meridian_control.policy.schema import LoopPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 TOKEN = re.compile(r" ?[A-Za-z_]+| ?\d{1,3}| ?[^\sA-Za-z0-9_]{1,8}|\s+")
 LEAST_TOKENS = 100_000

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,16 +25,12 @@ from meridian_agent.core.request_info import (
     TEMPLATE,
     TENANT,
     UNKNOWN_TEMPLATE,
+    RequestInfo,
     budget_of,
     info_of,
     read,
 )
 from meridian_agent.link.messages import opened_message
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from meridian_agent.core.request_info import RequestInfo
 
 CAP, FLOOR = "meridian_max_think_tokens", "meridian_min_think_tokens"
 

@@ -4,7 +4,8 @@ request."""
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,6 @@ from meridian_agent.link.messages import step_report
 from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 from tests.fakes.records import in_slot_order
 from tests.fakes.sentences import ends_by_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 # A token that ends a sentence.
 STOP = 4

@@ -6,9 +6,10 @@ import functools
 import gc
 import random
 from array import array
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,9 +35,6 @@ from meridian_agent.vllm_adapter.tokenizer import sentences_of
 from tests.fakes.engine import MARKERS, opened
 from tests.fakes.sentences import ends_of, flags_of
 from tests.needed import VOCABULARIES, VOCABULARY_NAMES, vocabulary_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 END = "‖"
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -26,9 +27,6 @@ from meridian_agent.vllm_adapter import scheduler_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.fakes.engine import END, MARKERS, START, TEXT, opened
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def scheduler_of() -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -24,9 +25,6 @@ from meridian_agent.link.mailbox import Arrived, Mailbox
 from meridian_agent.link.record_queue import RecordQueue
 from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 from tests.fakes.sentences import ends_by_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # A token that ends a sentence.
 STOP = 4

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -15,10 +17,6 @@ from meridian_agent.link.credentials import AgentCredentials
 from meridian_agent.link.identity import identity_of_engine, is_address, rank_of, targets, wanted_name
 from meridian_agent.link.settings_file import state_folder
 from meridian_agent.vllm_adapter import version
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def frozen() -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +28,6 @@ from meridian_agent.vllm_adapter import probe_rows, request_api
 from meridian_agent.vllm_adapter.scheduler_limits import SchedulerLimits
 from meridian_agent.vllm_adapter.tokenizer import Template
 from tests.fakes.engine import MARKERS, opened
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BLOCK = 16
 ROOM = Room(sequences=2, blocks=6, tokens=STEP_SHARE * 20, prefix_caching=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +29,6 @@ from meridian_agent.vllm_adapter.phase_numbers import PhaseNumberSender
 from tests.fakes.engine import END, MARKERS, START, TEXT, opened
 from tests.fakes.records import in_slot_order
 from tests.fakes.sentences import ends_by_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # A token that ends a sentence, and one that ends thinking with a tool call.
 STOP, TOOL_CALL = 4, 5

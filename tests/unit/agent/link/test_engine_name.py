@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -21,10 +23,6 @@ from meridian_agent.link import identity
 from meridian_agent.link.engine_name import EngineName
 from meridian_agent.link.settings_file import StateFile
 from tests.processes import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names are claimed on Linux only")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -16,9 +17,6 @@ from meridian_agent.link.inbox import Inbox
 from meridian_agent.link.lease import Lease
 from meridian_agent.link.mailbox import Arrived, Mailbox
 from meridian_agent.link.record_queue import RecordQueue
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def test_a_lost_lease_is_said_although_streams_have_come_and_gone_often(

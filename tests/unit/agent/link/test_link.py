@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
@@ -16,9 +17,6 @@ from meridian_agent.core.bad_settings import BadSettings
 from meridian_agent.core.sentences import NO_SENTENCES, NO_STATES
 from meridian_agent.core.step_record import Gauges, StepRecord
 from meridian_agent.link.control_stream import MIN_HEARTBEAT_S, REFUSED, REFUSED_S, ControlStream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def link_of(idle: bool) -> ControlStream:

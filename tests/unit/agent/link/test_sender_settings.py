@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from meridian_agent.core.request_sources import RequestSources, Source
 from meridian_agent.link.sender_settings import SECRET_FILE, SLO_CLASS_FROM, TENANT_FROM, request_sources
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NOTHING = Source("nothing")
 

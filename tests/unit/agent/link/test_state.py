@@ -6,7 +6,8 @@ import json
 import logging
 import pwd
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -14,9 +15,6 @@ from meridian.v1 import agent_pb2
 from meridian_agent.link import settings_file as state
 from meridian_agent.link.settings_file import StateFile, state_folder
 from tests.processes import BUSY, wait_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SETTINGS = agent_pb2.Settings(
     revision=7,

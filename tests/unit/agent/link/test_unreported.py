@@ -3,7 +3,8 @@ whatever streams break. The test plays the link's thread."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,6 @@ from meridian_agent.link.message_sizes import SnapshotRecord
 from meridian_agent.link.unreported import MAX_GROUPS, OTHER, SILENT_S
 from tests.fakes.engine import START, TEXT, FakeEngine
 from tests.fakes.linked import LinkedEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Engine(LinkedEngine):

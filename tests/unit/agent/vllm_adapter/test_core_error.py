@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from meridian_agent.vllm_adapter.core_error import core_fails
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class State(Enum):

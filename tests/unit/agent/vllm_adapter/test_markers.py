@@ -6,23 +6,18 @@ and vLLM itself is asked whether it agrees.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_agent.core.phases import Phase, PhaseState
+from meridian_agent.core.phases import Markers, Phase, PhaseState
 from meridian_control.policy.formats import parse_toml
-from meridian_control.policy.model_families import model_families
+from meridian_control.policy.model_families import ModelFamily, model_families
 from meridian_control.policy.schema import ModelPolicy
 from tests import parsers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from meridian_agent.core.phases import Markers
-    from meridian_control.policy.model_families import ModelFamily
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

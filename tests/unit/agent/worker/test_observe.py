@@ -6,13 +6,15 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from meridian_kernels import EntropyProbe, RowSignals, reference, torch_ops
+from numpy.typing import NDArray
 
 from meridian_agent.core import guard
 from meridian_agent.core.step_signals import (
@@ -22,6 +24,7 @@ from meridian_agent.core.step_signals import (
     REQUEST,
     RESULT,
     StepSignals,
+    WorkerRequest,
     WorkerRequestDecoder,
     WorkerRequestEncoder,
     expected_backend,
@@ -30,13 +33,6 @@ from meridian_agent.worker.attach import attach
 from meridian_agent.worker.observer import Observer
 from meridian_agent.worker.probe_rows import ProbeRows
 from tests.fakes.worker import END_TOKEN, asked, step, worker
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    from meridian_agent.core.step_signals import WorkerRequest
 
 
 def signals_of(batch: torch.Tensor) -> RowSignals:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
 from meridian_control.app import background
 from meridian_control.app.background import CALM_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, Job, keep_running
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
 
 
 class Failing:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import pytest
 
 from meridian_control.cli import contexts
 from meridian_control.offline.correctness import from_labels
@@ -11,11 +13,6 @@ from meridian_control.policy import formats
 from meridian_control.server.roles import Identities
 from tests.fakes import traces
 from tests.fakes.replays import made, recorded_in
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 MARK = "\ufeff"
 

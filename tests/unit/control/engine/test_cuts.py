@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,15 +27,11 @@ from meridian_control.engine.shadow_comparison import Comparison
 from meridian_control.journal.journal import Journal
 from meridian_control.journal.log import DecisionLog
 from meridian_control.journal.messages import compared
+from meridian_control.policy.model import Policy
 from meridian_control.policy.shortening_kinds import SOFT_CLOSE
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
 from tests.unit.sessions import NOW, govern
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from meridian_control.policy.model import Policy
 
 SENTENCE, GOES_ON, END, START = FLAG_SENTENCE, FLAG_GOES_ON, FLAG_MARKER | FLAG_END, FLAG_MARKER
 Token = tuple[int, int, float, int]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.common.opened_request import MAX_SLOTS
 from meridian_control.engine import session
 from meridian_control.engine.session import KINDS, parts_of
-
-if TYPE_CHECKING:
-    import pytest
 
 MOST, SLOTS = 2**63, MAX_SLOTS // 16
 

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.listed import STREAM_PARTS
-from meridian_control.engine.part import Part
-from meridian_control.engine.shortening import LOWER_CAP
-from meridian_control.journal.records import Detail
+from meridian_control.common.opened_request import OpenedRequest
+from meridian_control.engine.part import Part, Turn
+from meridian_control.engine.part import Stream as PartStream
+from meridian_control.engine.shortening import LOWER_CAP, Stages
+from meridian_control.journal.records import Detail, Shortening
+from meridian_control.policy.model import Policy, Who
 from meridian_control.policy.shortening_kinds import Kind, kinds_of, not_measured, warnings, without
-from meridian_control.policy.shortening_schema import BudgetPolicy
+from meridian_control.policy.shortening_schema import BudgetPolicy, StagedEntry
 from tests.fakes.tables import policy
 from tests.primes.capability import ENDS, PRIMES
 from tests.unit import sessions
 from tests.unit.control.capabilities.control_group.test_harm_by_kind import harm_of
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED, counts
 from tests.unit.sessions import EARLY, Stream, freezes, opens, play, reconnected, stream, thaws
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import datetime
-
-    from meridian_control.common.opened_request import OpenedRequest
-    from meridian_control.engine.part import Stream as PartStream
-    from meridian_control.engine.part import Turn
-    from meridian_control.engine.shortening import Stages
-    from meridian_control.journal.records import Shortening
-    from meridian_control.policy.model import Policy, Who
-    from meridian_control.policy.shortening_schema import StagedEntry
 
 IN_FORCE = {"primes": {"shadow": False, "at_least": 20}}
 SHADOWED = {"primes": {"shadow": True, "at_least": 20}}

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from itertools import permutations
-from typing import TYPE_CHECKING
 
 import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.engine.freeze_state import Freeze, FreezeState, Match
+from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.fleet import Fleet
 from tests.fakes.agent import hello
-
-if TYPE_CHECKING:
-    from meridian_control.fleet.connection import Connection
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core import tracker
+from meridian_control.engine.operator_ends import OperatorEnd
+from meridian_control.policy.model import Policy
 from tests.fakes.agent import ALL, FakeAgent
 from tests.fakes.engine import END, START, TEXT
 from tests.fakes.tables import policy
 from tests.unit.sessions import CALIBRATED, EARLY, Stream, freezes, step_report, stream, thaws
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from meridian_control.engine.operator_ends import OperatorEnd
-    from meridian_control.policy.model import Policy
 
 State = fleet_pb2.EndThinkingState
 APPLIED, OFF = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_AGENT_OFF

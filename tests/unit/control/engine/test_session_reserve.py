@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -10,13 +10,11 @@ from meridian.v1 import agent_pb2
 from meridian_control.engine.settings_delivery import settings
 from meridian_control.journal.messages import compared
 from meridian_control.offline.policy_replay import RESERVE
+from meridian_control.policy.model import Policy
 from tests.fakes.agent import hello
 from tests.fakes.parts import engine_view
 from tests.fakes.tables import policy
 from tests.unit.sessions import Stream, opens, play, stream
-
-if TYPE_CHECKING:
-    from meridian_control.policy.model import Policy
 
 PLAIN = {"min_think_tokens": 0, "max_think_tokens": 100}
 ALL = {"answer_reserve_for": "all"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -21,6 +22,7 @@ from tests.fakes.tables import policy, tokens
 from tests.unit.sessions import (
     CALIBRATED,
     EARLY,
+    Act,
     Stream,
     each_token_ends_a_sentence,
     freezes,
@@ -30,11 +32,6 @@ from tests.unit.sessions import (
     stream,
     thaws,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.unit.sessions import Act
 
 # ----------------------------------------------------------------------------------------------------------- overrides
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 from meridian.v1 import agent_pb2
@@ -13,9 +13,6 @@ from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.balance import MORE, SHARE, STAYS, Balance
 from meridian_control.fleet.fleet import Fleet
 from tests.fakes.agent import hello
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Spread:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy.model import Policy
 from tests.fakes.agent import hello
 from tests.fakes.fleets import totals_of
 from tests.fakes.tables import policy
-from tests.unit.sessions import CALIBRATED, EARLY, opens, play, preempts, stream, totals
-
-if TYPE_CHECKING:
-    from meridian_control.policy.model import Policy
-    from tests.unit.sessions import Act
+from tests.unit.sessions import CALIBRATED, EARLY, Act, opens, play, preempts, stream, totals
 
 
 @pytest.mark.parametrize("shadow", [False, True])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
+import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.listed import CAPABILITIES
@@ -17,10 +17,6 @@ from meridian_control.policy.store import StoredRevision
 from tests.fakes.control import utc_now
 from tests.fakes.tables import policy
 from tests.unit.control.capabilities.handover.engines import hello
-
-if TYPE_CHECKING:
-    import pytest
-
 
 ENGINES, NEVER_S = 3 * ENGINES_AT_ONCE + 1, 3600.0
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
 from meridian_control.capabilities.listed import CAPABILITIES
-from meridian_control.common.slices import SLICE_ROWS
+from meridian_control.common.slices import SLICE_ROWS, Sliced
 from meridian_control.engine.part import Capability
 from meridian_control.fleet import turns
+from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.fleet.part import FleetPart
 from meridian_control.fleet.turns import TURN_S, TURN_SHARE, in_parts, in_turns, with_pauses
@@ -19,12 +21,6 @@ from meridian_control.telemetry.fleet_metrics import FleetCollector
 from tests.fakes.control import utc_now
 from tests.fakes.fleets import engines_of
 from tests.unit.control.capabilities.handover.engines import hello
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from meridian_control.common.slices import Sliced
-    from meridian_control.fleet.connection import Connection
 
 ENGINES, ITEMS = 49, 1000
 

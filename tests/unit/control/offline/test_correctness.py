@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +17,10 @@ from meridian_control.offline.correctness import (
     from_labels,
     from_probes,
 )
+from meridian_control.offline.episodes import Episodes
 from meridian_control.offline.trace_file import FileError
 from tests.fakes import traces
 from tests.fakes.replays import made, recorded_in
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from meridian_control.offline.episodes import Episodes
 
 
 def test_labels_are_looked_up_where_a_stop_takes_effect() -> None:

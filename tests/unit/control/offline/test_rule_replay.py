@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,6 @@ from meridian_control.policy.schema import RankCondition
 from tests.fakes import traces
 from tests.fakes.replays import made, replay
 from tests.fakes.tables import add_sample
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def eat(family: str, **fields: Any) -> StoppingRule:

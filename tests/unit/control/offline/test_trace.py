@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import resource
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,6 @@ from meridian_control.policy.model import Policy
 from tests.fakes import traces
 from tests.fakes.agent import hello
 from tests.fakes.tables import policy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WINDOW = 16
 

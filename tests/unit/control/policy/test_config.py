@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 import meridian_control
 from meridian_control import MeridianConfig, PolicyError, load_config
 from meridian_control.policy.model import Policy
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import sqlite3
 import tomllib
 from contextlib import closing
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -29,9 +30,6 @@ from meridian_control.policy.removed_fields import REMOVED, Removed
 from meridian_control.policy.store import PolicyStore
 from meridian_control.storage.database import Database
 from tests.processes import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 POLICIES = ROOT / "tests" / "data" / "policies"
 # A policy as 0.3.0 stored it, with removed fields.

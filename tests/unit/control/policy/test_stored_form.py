@@ -6,7 +6,7 @@ import sqlite3
 import tomllib
 from contextlib import closing
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +16,6 @@ from meridian_control.policy.store import PolicyStore
 from meridian_control.storage.database import Database
 from meridian_control.storage.tables import VERSION
 from tests.processes import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 POLICIES = ROOT / "tests" / "data" / "policies"
 # Text that each previous version has stored. Beside each lies the schema that the version made.

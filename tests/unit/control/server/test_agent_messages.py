@@ -3,7 +3,8 @@ engine may have to say is parsed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -12,9 +13,6 @@ from meridian.v1 import agent_pb2
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.common.opened_request import MAX_SLOTS, MAX_TEXT
 from meridian_control.server.agent_service import COUNTED, parse
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LARGE_BYTES = 4 << 20
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
-from meridian_control.engine.part import Capability
+from meridian_control.engine.part import Capability, Part, Stream
 from meridian_control.fleet.fleet import Fleet
 from meridian_control.server import agent_service
 from meridian_control.server.agent_service import AgentService
 from meridian_control.server.client_faults import ClientFaults
 from tests.fakes.control import utc_now
 from tests.unit.control.capabilities.handover.engines import hello
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from meridian_control.engine.part import Part, Stream
 
 
 class Context:

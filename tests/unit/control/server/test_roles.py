@@ -8,7 +8,8 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import jwt
 import pytest
@@ -21,9 +22,6 @@ from meridian_control.common.reloading_file import Reloaded
 from meridian_control.server.bearer_tokens import Tokens
 from meridian_control.server.roles import OUTLIVES_S, Access, Principal, Role, on_this_host
 from tests.certificates import Authority
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SECRET = "0123456789abcdef0123456789abcdef"
 ELSEWHERE = "ipv4:10.0.0.7:41234"

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 from meridian.v1 import agent_pb2
 
 from meridian_control.capabilities.budgets.charges import NOTHING_CARRIED, Carried, Charges
 from meridian_control.capabilities.budgets.fleet_budgets import FleetBudgets
+from meridian_control.capabilities.budgets.store import BudgetStore
 from meridian_control.capabilities.budgets.token_bucket import Account, Usage, charged, settled
 from meridian_control.common.errors import StoreUnavailable
 from meridian_control.engine.request_table import RequestTable
 from meridian_control.engine.shortening import LOWER_CAP, SOFT_CLOSE
+from meridian_control.policy.shortening_schema import BudgetPolicy
 from tests.fakes.tables import policy, table, thinking
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from meridian_control.capabilities.budgets.store import BudgetStore
-    from meridian_control.policy.shortening_schema import BudgetPolicy
 
 NOW = datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)
 OWN = policy(budget=[{"name": "a", "tokens_per_minute": 600}, {"name": "b", "tokens_per_day": 86_400}])

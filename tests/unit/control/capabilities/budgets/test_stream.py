@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2
 
-from meridian_control.capabilities.budgets.charges import OTHERS, Carried
+from meridian_control.capabilities.budgets.charges import OTHERS, Carried, Charges
 from meridian_control.capabilities.budgets.charges import ROOM as SETS_ROOM
 from meridian_control.capabilities.budgets.stream import EngineBudgets
 from meridian_control.common.errors import InvalidRequest
 from meridian_control.engine.session import Session
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
+from meridian_control.policy.model import Policy
 from tests.fakes.parts import parts
 from tests.fakes.tables import policy, tokens
-from tests.unit.sessions import Stream, aborts, each_token_ends_a_sentence, govern, opens, play, step_report, stream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from meridian_control.capabilities.budgets.charges import Charges
-    from meridian_control.policy.model import Policy
-    from tests.unit.sessions import Act
+from tests.unit.sessions import (
+    Act,
+    Stream,
+    aborts,
+    each_token_ends_a_sentence,
+    govern,
+    opens,
+    play,
+    step_report,
+    stream,
+)
 
 # Both budgets may cut down to the rules' floor.
 STAGES = {"soft_think_tokens": 10, "min_think_tokens": 1}

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core.tracker import RESTING_SLOTS
 from meridian_control.capabilities.control_group.fleet import Comparisons
 from meridian_control.capabilities.listed import CAPABILITIES
 from meridian_control.fleet import left_behind
+from meridian_control.fleet.connection import Connection
 from meridian_control.fleet.fleet import Fleet
+from meridian_control.policy.model import Policy
 from tests.fakes.agent import Script, StreamChecker, hello
 from tests.fakes.tables import policy
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, HALF, OTHER, RULES, TREATED
 from tests.unit.sessions import EARLY, Stream, freezes, thaws
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from meridian.v1 import fleet_pb2
-
-    from meridian_control.fleet.connection import Connection
-    from meridian_control.policy.model import Policy
 
 # Tokens of both requests; and how long after the end of its stream an engine is governed no more.
 THINK, ANSWER, TOO_LATE = 60, 4, timedelta(seconds=31)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from meridian.v1 import agent_pb2
+from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_control.capabilities.control_group.stream import ControlGroup
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP
+from meridian_control.policy.model import Policy
 from meridian_control.policy.schema import TelemetryPolicy
 from tests.fakes.tables import policy
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED, counts
 from tests.unit.sessions import CALIBRATED, Stream, each_token_ends_a_sentence, opens, play, stream
-
-if TYPE_CHECKING:
-    from meridian.v1 import fleet_pb2
-
-    from meridian_control.policy.model import Policy
 
 THINK, CUT = 120, 20
 SHADOW = {"shadow": True, "holdout_share": 0.5}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -19,6 +19,7 @@ from meridian_control.common.decision_words import why
 from meridian_control.common.inference import SequentialTest
 from meridian_control.common.slices import at_once
 from meridian_control.journal.messages import list_decisions
+from meridian_control.policy.model import Policy
 from meridian_control.policy.shortening_kinds import ENTROPY, without
 from tests.fakes.tables import policy
 from tests.unit.sessions import (
@@ -33,9 +34,6 @@ from tests.unit.sessions import (
     reconnected,
     stream,
 )
-
-if TYPE_CHECKING:
-    from meridian_control.policy.model import Policy
 
 # EAT below 0.1 nats twice in a row ends thinking.
 RULES = {**CALIBRATED, "eat_warmup_samples": 2, "eat_probe_placement": "anywhere"}

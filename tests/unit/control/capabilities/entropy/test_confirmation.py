@@ -3,9 +3,10 @@ by one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +18,11 @@ from meridian_control.capabilities.entropy.rule import ends
 from meridian_control.common.table_columns import PROBE_COLUMNS
 from meridian_control.engine.history import Unsampled
 from meridian_control.engine.moments import Moments
-from meridian_control.engine.request_table import THINK
+from meridian_control.engine.request_table import THINK, RequestTable
 from meridian_control.engine.token_rows import FLAG_BOUNDARY
+from meridian_control.policy.model import Policy
 from tests.fakes.tables import add_sample, policy, table, thinking, tokens
 from tests.unit.sessions import stream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from meridian_control.engine.request_table import RequestTable
-    from meridian_control.policy.model import Policy
 
 EAT, RANK, RPDI = agent_pb2.FORCE_REASON_EAT, agent_pb2.FORCE_REASON_RANK, agent_pb2.FORCE_REASON_RPDI
 WIDTH, WARM, ALPHA = 3, 2, 0.5

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.handover.fleet import KEEP, HandoverPool
 from meridian_control.capabilities.handover.stream import EngineHandovers
+from meridian_control.engine.session import Session
 from meridian_control.fleet.whole_fleet import CONNECTED
 from tests.fakes.parts import engine_view
 from tests.unit.control.capabilities.handover.engines import ANSWERING, NOW, HandMade, answering, disagg, hello
-
-if TYPE_CHECKING:
-    from meridian_control.engine.session import Session
 
 POLICY = disagg()
 

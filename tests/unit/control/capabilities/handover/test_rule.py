@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from meridian.v1 import fleet_pb2
 
 from meridian_control.capabilities.handover import rule
 from meridian_control.capabilities.handover.measured_costs import AnswerLength, TransferCost
@@ -19,17 +21,11 @@ from meridian_control.capabilities.handover.rule import (
     TAKEN_BACK,
     Holding,
     Move,
+    ThinkingEngine,
     unfit,
 )
+from meridian_control.policy.disagg_schema import DisaggPolicy
 from tests.unit.control.capabilities.handover.engines import answering, disagg, hello, thinking
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from meridian.v1 import fleet_pb2
-
-    from meridian_control.capabilities.handover.rule import ThinkingEngine
-    from meridian_control.policy.disagg_schema import DisaggPolicy
 
 POLICY = disagg().disagg
 # Steps of 50 ms on the thinking engine and of 11 ms on the answering engine, and answers of 100 tokens.

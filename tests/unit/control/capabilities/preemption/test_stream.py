@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
@@ -11,9 +12,6 @@ from meridian_control.capabilities.preemption.stream import PREEMPTED_FOR_TOTAL
 from meridian_control.journal.messages import explain_request
 from meridian_control.policy.model import Policy
 from tests.unit.control.capabilities.handover.engines import HandMade
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 APPLIED, SHADOWED = agent_pb2.OUTCOME_APPLIED, agent_pb2.OUTCOME_SHADOWED
 PROMPT, THINK = agent_pb2.PHASE_PROMPT, agent_pb2.PHASE_THINK

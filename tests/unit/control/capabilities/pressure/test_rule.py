@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -22,9 +22,6 @@ from meridian_control.capabilities.pressure.rule import (
 from meridian_control.capabilities.pressure.window import Window
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.policy.shortening_schema import PressurePolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 # Thinking at each level, as a share of thinking that is not shortened.
 THINKING = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2)

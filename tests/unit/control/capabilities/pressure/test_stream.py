@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from meridian.v1 import agent_pb2, fleet_pb2
 
 from meridian_agent.core import tracker
 from meridian_control.capabilities.control_group.rule import held_out
-from meridian_control.capabilities.pressure.rule import MAX_LEVEL
+from meridian_control.capabilities.pressure.rule import MAX_LEVEL, Reading
 from meridian_control.capabilities.pressure.stream import EnginePressure
 from meridian_control.common.decision_words import why
 from meridian_control.engine.request_table import OUTPUT, THINK
 from meridian_control.engine.shortening import FLOOR, LOWER_CAP, SOFT_CLOSE, UNSHORTENED
 from meridian_control.engine.token_rows import FLAG_END, FLAG_FROM_OUTPUT, FLAG_MARKER, TAKE_BACK_SHIFT
+from meridian_control.policy.model import Policy
 from tests.fakes.tables import policy, tokens
-from tests.unit.sessions import CALIBRATED, Stream, aborts, opens, play, stream
-
-if TYPE_CHECKING:
-    from meridian_control.capabilities.pressure.rule import Reading
-    from meridian_control.policy.model import Policy
-    from tests.unit.sessions import Act
+from tests.unit.sessions import CALIBRATED, Act, Stream, aborts, opens, play, stream
 
 CHAT: dict[str, Any] = {
     "name": "chat",

@@ -7,7 +7,7 @@ import gc
 import weakref
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -18,15 +18,12 @@ from meridian_control.capabilities.self_calibration.in_order import InOrder
 from meridian_control.capabilities.self_calibration.stream import Recorder, any_lost
 from meridian_control.common.slices import at_once
 from meridian_control.fleet import left_behind
-from meridian_control.policy.model import Who
+from meridian_control.policy.model import Policy, Who
 from tests.fakes.tables import policy
 from tests.unit import sessions
 from tests.unit.control.capabilities.control_group.test_going_on import BREAKS, Engine
 from tests.unit.control.capabilities.control_group.test_stream import CONTROL, TREATED
 from tests.unit.sessions import EARLY, Stream, freezes, reconnected, stream, thaws
-
-if TYPE_CHECKING:
-    from meridian_control.policy.model import Policy
 
 # A rule that never fires; and a budget that is never spent.
 IN_FORCE: dict[str, Any] = {"shadow": False, "eat_level_threshold_nats": 1e-9}
