@@ -448,7 +448,7 @@ async def test_an_engine_that_never_reads_loses_its_stream_all_the_same(secured:
         await RawEngine(channel, "agent").connect()
         (gated,), (connection,) = secured.gate.streams, secured.fleet.connections
         # gRPC takes some MiB for a caller who does not read.
-        large = agent_pb2.ConnectResponse(going_away=agent_pb2.GoingAway(reason="x" * (1 << 20)))
+        large = agent_pb2.ConnectResponse(settings=agent_pb2.Settings(closing_text="x" * (1 << 20)))
         connection.say([large] * 7, secured.fleet.clock())
         await until(lambda: connection.outgoing.qsize() == 3 and not gated._waits)
         secured.access.write_text('[[identity]]\ncn = "admin"\nrole = "admin"\n')
