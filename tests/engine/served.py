@@ -42,7 +42,7 @@ TURNS = ("--enable-prompt-tokens-details", "--trust-request-chat-template")
 TENANT, CLASS = "X-Tenant", "X-Class"
 # Core and worker are one process, as in vLLM on a GPU, or two, as in vLLM on a CPU.
 TOGETHER, APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-# What a client gets of a request: reasoning, content, finish reason, and the tokens of the prompt and of the output.
+# A client gets these of a request: reasoning, content, finish reason, and the tokens of the prompt and of the output.
 Said = tuple[str, str, str, int, int]
 
 
