@@ -167,10 +167,14 @@ class ControlStream:
         """End the stream, also one that is just being opened; the next stream begins with a new Hello. why: for the
         log, which has it at this level."""
         self._outdated = True
-        if not self._why:
-            self._why, self._why_level = why, level
+        self._ends_for(why, level)
         if self._call is not None:
             self._call.cancel()
+
+    def _ends_for(self, why: str, level: int) -> None:
+        """Note why the stream ends and the level of that in the log, unless a reason is known."""
+        if not self._why:
+            self._why, self._why_level = why, level
 
     def step_aside(self) -> None:
         """Answer messages on the link's thread, because the engine calls no hook of the agent any more; a new Hello
@@ -264,8 +268,7 @@ class ControlStream:
             self.thread_seconds.watch({*threading.enumerate()} - others)
             # A connection that cannot be made, and a server that never answers, would otherwise keep the call open for
             # a long time.
-            patience = threading.Timer(patience_s, self._lose_patience, (call, patience_s))
-            patience.daemon = True
+            patience = _timer(patience_s, self._lose_patience, call, patience_s)
             try:
                 if self._stop.is_set() or self._outdated:
                     call.cancel()
@@ -283,8 +286,8 @@ class ControlStream:
                     self._gave_up = True
                     self.outbox.bounds.shrink(refused_bytes)
                     self._why = f"a message was too large, {_status(error)}; the next ones are smaller"
-                if _code(error) is grpc.StatusCode.DEADLINE_EXCEEDED and not self._why:
-                    self._why, self._why_level = "the agent's rest is over", logging.INFO
+                if _code(error) is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._ends_for("the agent's rest is over", logging.INFO)
                 if heard and not self._stop.is_set():
                     logger.log(self._why_level, "meridian: stream to %s ended: %s", target, self._why or _status(error))
                 elif not self._stop.is_set():
@@ -377,16 +380,10 @@ class ControlStream:
     def _leave(self, why: str) -> None:
         """End the stream once all is sent that counts as brought; at the latest after GOODBYE_S, such as from an engine
         that makes no step meanwhile. why: for the log."""
-        if not self._why:
-            self._why, self._why_level = why, logging.INFO
+        self._ends_for(why, logging.INFO)
         self.outbox.leave()
         if self._call is not None:
-            self._cancel_later(self._call)
-
-    def _cancel_later(self, call: grpc.Call) -> None:
-        late = threading.Timer(GOODBYE_S, call.cancel)
-        late.daemon = True
-        late.start()
+            _timer(GOODBYE_S, self._call.cancel).start()
 
     def _give_up(self, why: str) -> None:
         """End a stream on which too much waits: a new stream is better than a decision that gets lost without an
@@ -441,6 +438,13 @@ class ControlStream:
         status = lease.freeze_status(freeze.nonce)
         status.paused = self._is_paused()
         self.mailbox.arrive(Arrived(agent_pb2.ConnectRequest(freeze_status=status), self.outbox.ring))
+
+
+def _timer(seconds: float, call: Callable[..., object], *args: object) -> threading.Timer:
+    """Return a timer that is not started, and for which the process does not wait at its end."""
+    timer = threading.Timer(seconds, call, args)
+    timer.daemon = True
+    return timer
 
 
 def _doubled(bounds: tuple[float, float], attempt: int) -> float:
